@@ -21,9 +21,9 @@ from provenance import CHECKOUT, commit
 
 from sbp_mmdet.plan import worst_batch
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import inputs_of
+from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 from sbp_mmdet.plan.variants import load_config, plain
 
 RESULTS = CHECKOUT / 'docs/results/swin_l_memory.json'
@@ -79,7 +79,7 @@ def pixels_of_batches() -> np.ndarray:
         return drawn[-1]
 
     with mock.patch.object(worst_batch, '_pixels', note):
-        inputs_of(plain(load_config(CONFIG)))
+        find_training_inputs(plain(load_config(CONFIG)))
     height, width = SIZES[0]
     return np.sort(drawn[0]) / (2 * height * width)
 
@@ -98,7 +98,7 @@ def main():
         Column('explained by', lambda item: f'{item[1]["pixels"]:.2f}'),
         Column('one batch in', lambda item: f'{1 / max((pixels >= item[1]["pixels"]).mean(), 1e-9):,.0f}'),
     ]
-    print(text_table(columns, [(name, row) for name, row in rows.items() if 'pixels' in row]))
+    print(format_table(columns, [(name, row) for name, row in rows.items() if 'pixels' in row]))
 
 
 if __name__ == '__main__':

@@ -243,7 +243,7 @@ def _frozen_in_training(model):
     effects on the model are undone.
     """
     modes = [(module, module.training) for module in model.modules()]
-    needs = [(p, p.requires_grad) for p in model.parameters()]
+    before = [(p, p.requires_grad) for p in model.parameters()]
     try:
         for module in [m for m, _ in modes if '_freeze_stages' in dir(type(m)) or '_freeze_blocks' in dir(type(m))]:
             module.train()
@@ -251,8 +251,8 @@ def _frozen_in_training(model):
     finally:
         for module, mode in modes:
             module.training = mode
-        for p, needed in needs:
-            p.requires_grad_(needed)
+        for p, requires_grad in before:
+            p.requires_grad_(requires_grad)
 
 
 def _describe_change(settings, ratio, module, mixin):

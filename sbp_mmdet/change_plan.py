@@ -160,7 +160,7 @@ def _plan_backbone(root, settings, take, bounds):
     if not layers:
         return None
     thins = settings.preset.form is not None and any(_thins(bounds[id(module)]) for module, _ in layers.values())
-    layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
+    layers |= {key: other for key, other in kind.others(owner, settings).items() if take(*other)}
     ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
     thinned = {key for key, (module, _) in layers.items() if settings.preset.form and _thins(bounds[id(module)])}
     return PlannedBackbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned}, thins)

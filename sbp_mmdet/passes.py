@@ -190,8 +190,8 @@ def is_known_inside(root: nn.Module) -> bool:
     """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
-    found = vars(root).get('_inside')
-    if found is None or not found.unchanged(root):
+    snapshot = vars(root).get('_inside')
+    if snapshot is None or not snapshot.unchanged(root):
         root._inside = None
         inside = [m for m in root.modules() if m is not root]
         kinds = {*map(stock_class, {*map(type, inside)})}

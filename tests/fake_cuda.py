@@ -127,17 +127,6 @@ def _add(incoming, node, number, grad):
     grads[number] = grad if grads[number] is None else grads[number] + grad
 
 
-class _Numbers:
-    """A tensor on the CPU whose values are read."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def __getitem__(self, index):
-        with unset_fake_temporarily():
-            return int(self.tensor[index])
-
-
 def copy_to_gpu(mode: FakeTensorMode, tree):
     """Return fake GPU tensors for CPU tensors in nested tuples and dicts.
 

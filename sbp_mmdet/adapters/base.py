@@ -157,8 +157,8 @@ class LeanModule(Mixin):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if self.training:
             refuse_tracing(self, args)
-        found = self._forward_if_lean(args, kwargs)
-        return super().forward(*args, **kwargs) if found is None else found[0]
+        output = self._forward_if_lean(args, kwargs)
+        return super().forward(*args, **kwargs) if output is None else output[0]
 
     @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
@@ -182,10 +182,11 @@ class LeanModule(Mixin):
         before, place = self._lean.bound, self._lean
         bound = bind(type(self), self, place.settings, running=True)
         self._lean = place._replace(bound=bound)
-        new = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
+        reasons = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
-        if told := [reason for reason in dict.fromkeys(new) if reason not in known]:
-            text = f'{place.name or type(self).__name__} runs its own code in part or whole now: {"; ".join(told)}'
+        if new_reasons := [reason for reason in dict.fromkeys(reasons) if reason not in known]:
+            name = place.name or type(self).__name__
+            text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
 

@@ -106,9 +106,9 @@ class Binding:
             return None
         own, instance = self.scaled_by._parameters, vars(self.scaled_by)
         for name in _SCALES:  # FSDP keeps the parameters elsewhere and puts views of them into the instance
-            found = instance.get(name, own.get(name))
-            if isinstance(found, Tensor):
-                return found
+            scale = instance.get(name, own.get(name))
+            if isinstance(scale, Tensor):
+                return scale
         return None
 
     def length(self, x: Tensor) -> int:

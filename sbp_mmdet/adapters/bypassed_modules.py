@@ -146,7 +146,7 @@ def _parameters(owns):
 
 
 def _settings_of(modules):
-    """Return :func:`_settings` of each module."""
+    """Return the result of :func:`_settings` for each module; within :func:`.ask_once` it is found once."""
     known = cached_answers('settings')
     for module in modules:
         if id(module) not in known:

@@ -315,12 +315,12 @@ class LeanConvModule(LeanModule):
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
-    """Return the operations of a sequence by the names of their convolutions.
+    """Find the convolutions of a sequence, each with the norm and activation behind it, by their names.
 
     Args:
         sequence (nn.Sequential): The sequence.
     """
-    found, members = {}, [*sequence._modules.items()]
+    layers, members = {}, [*sequence._modules.items()]
     while members:
         name, conv = members.pop(0)
         if unsupported(conv, 'convolution', called=True):
@@ -330,5 +330,5 @@ def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
             known = members and not unsupported(members[0][1], role, called=True)
             layer.append(members.pop(0)[1] if known else None)
         if any(layer[1:]):
-            found[name] = ConvNormActBinding(*layer)
-    return found
+            layers[name] = ConvNormActBinding(*layer)
+    return layers

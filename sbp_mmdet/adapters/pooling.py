@@ -96,13 +96,13 @@ class LeanVGG(LeanModule):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. The name of a part is the index of its convolution."""
-        layers, ends, found, i = [*self.features], _ends(self), {}, 0
+        layers, ends, parts, i = [*self.features], _ends(self), {}, 0
         while i < len(layers):
             part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
             if part:
-                found[str(i)] = part
+                parts[str(i)] = part
             i += 1 + (part.length_behind if part else 0)
-        return found
+        return parts
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`. The list of layers is never called."""

@@ -92,14 +92,15 @@ class LeanSwinBlock(LeanBlock):
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
         """See :meth:`.LeanBlock.others`."""
-        found = {
+        others = {
             (i, 'downsample'): (stage.downsample, _LeanPatchMerging)
             for i, stage in enumerate(backbone.stages[:-1], 1)
             if stage.downsample and stage.downsample.norm
         }
         if backbone.patch_embed.norm:
-            found['patch_embed',] = (backbone.patch_embed, _LeanPatchEmbed)
-        return found | {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
+            others['patch_embed',] = (backbone.patch_embed, _LeanPatchEmbed)
+        norms = {(name,): m for name, m in backbone.named_children() if name.startswith('norm')}
+        return others | {key: (norm, LeanLayerNorm) for key, norm in norms.items()}
 
 
 def _stock(name):

@@ -163,15 +163,15 @@ def _forward(settings, tensors, needs):
     branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
     y = add_branch(t.x, [(Chunk.whole(branch), branch)], t.gamma, t.factor, dtype)
 
-    storage, seen = settings.form.storage, _seen(settings, kept)
+    storage, seen = settings.form.storage, _tokens_with_gradients(settings, kept)
     runs_again = kept is None and t.heads is None and not settings.form.recomputed
-    behind, with_output = _asked(needs)
+    through_softmax, with_output = _needed_gradients(needs)
     stored_xhat = stored_out = stored_lse = None
-    if behind or (runs_again and with_output):
+    if through_softmax or (runs_again and with_output):
         stored_xhat = store(take(xhat, seen), storage)
-    if not runs_again and (behind or with_output):
+    if not runs_again and (through_softmax or with_output):
         stored_out = store(_of_heads(take(out, kept), settings, t), storage)
-    if not runs_again and behind:
+    if not runs_again and through_softmax:
         stored_lse = take(lse.transpose(1, 2), kept)
         stored_lse = stored_lse if t.heads is None else stored_lse.index_select(2, t.heads)
     rstd = take(rstd, seen) if needs.x else None
@@ -179,13 +179,13 @@ def _forward(settings, tensors, needs):
     return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, kept, given, qkv)
 
 
-def _asked(needs):
+def _needed_gradients(needs):
     """Return which gradients are needed: through the softmax, and of a product with the output O."""
     through_softmax = needs.x or needs.norm_weight or needs.norm_bias or needs.qkv_weight or needs.qkv_bias
     return through_softmax, needs.proj_weight or needs.gamma
 
 
-def _seen(settings, kept):
+def _tokens_with_gradients(settings, kept):
     """Return the tokens whose x-hat, keys and values get gradients, or ``None`` for all."""
     return kept if settings.mode == 'qkv' else None
 
@@ -227,7 +227,7 @@ def _backward(settings, saved, grad, needs):
     weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
     q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
     projection = _projection_gradients(settings, t, needs, incoming, out)
-    if not _asked(needs)[0]:
+    if not _needed_gradients(needs)[0]:
         return AttentionGradients(*[None] * 5, *projection)
     # dO = (gamma * g) W_p. The kernel computes dM = S * (dO V^T - rowsum(dO * O)) entry by entry, and from it
     # dQ = dM K / sqrt(d), dK = dM^T Q / sqrt(d) and dV = S^T dO, for the queries, keys and heads that it is given.
@@ -242,7 +242,7 @@ def _backward(settings, saved, grad, needs):
     dx = None
     if needs.x:
         branch = normalise_backward(_xhat_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
-        seen, branch = _seen(settings, saved.keep), branch.to(grad.dtype)
+        seen, branch = _tokens_with_gradients(settings, saved.keep), branch.to(grad.dtype)
         dx = grad + branch if seen is None else add_rows_(grad.clone(), seen, branch)
     return AttentionGradients(dx, *layer, *projection)
 

@@ -183,7 +183,7 @@ def _image_rows(s, t, rows, key, value, bias):
 
 
 def _dropped(s, weights):
-    """Apply dropout to the weights of an attention."""
+    """Return attention weights after dropout."""
     factor = dropout_factor(weights, s.dropout)
     return weights if factor is None else weights * factor
 
@@ -241,13 +241,13 @@ def _backward(s, saved, grad, needs):
         text = _write_text(s, own, z, out)
     (dout,) = torch.autograd.grad(text, [out], of_text.to(text.dtype), retain_graph=True)
     with replayed(grad.device, saved.state):
-        found, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
-    asked = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
+        gradients, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
+    differentiable = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
     if names:
-        outs, grads = zip(*asked, strict=True)
+        outs, grads = zip(*differentiable, strict=True)
         grads = [g.to(o.dtype) for o, g in zip(outs, grads, strict=True)]
-        found |= dict(zip(names, torch.autograd.grad(outs, [own[name] for name in names], grads), strict=True))
-    return BiAttentionGradients(**found)
+        gradients |= dict(zip(names, torch.autograd.grad(outs, [own[name] for name in names], grads), strict=True))
+    return BiAttentionGradients(**gradients)
 
 
 def _rows_backward(s, saved, grad, needs, dout, key, value):
@@ -260,7 +260,7 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
     t, out, lse, _ = saved
     delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
     names = _names_of(needs, [], _OF_ROWS, 'gamma_v')
-    found = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
+    gradients = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
     dx = torch.empty_like(t.x) if needs.x else None
     dkey, dvalue = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
     for n in range(len(t.x)):
@@ -284,8 +284,8 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
             dkey[n] += gradients[1]
             dvalue[n] += gradients[2]
             for name, gradient in zip(names, gradients[3:], strict=True):
-                found[name] += gradient
-    return dict(found, x=dx), dkey, dvalue
+                gradients[name] += gradient
+    return dict(gradients, x=dx), dkey, dvalue
 
 
 _operation = Operation('BiAttention', _forward, _backward, BiAttentionGradients)

@@ -197,7 +197,7 @@ def _forward(settings, tensors, needs):
 
 def _normalised(settings, t, needs):
     """Return x-hat and its reciprocal deviation, if they are saved."""
-    saves = _asked(needs)[1] and t.conv is None
+    saves = _needed_gradients(needs)[1] and t.conv is None
     return normalise(tokens_of(t.x), settings.eps, settings.dtype) if saves else (None, None)
 
 
@@ -206,7 +206,7 @@ def _save(settings, tensors, needs, normalised=None):
     if full.saves_input(settings, t):
         return _save_input(settings, t, needs)
     keep = settings.form.kept(t.positions)
-    _, hidden, anything = _asked(needs)
+    _, hidden, anything = _needed_gradients(needs)
     if not anything:
         return None
     xhat, rstd = normalised or _normalised(settings, t, needs)
@@ -220,11 +220,11 @@ def _save(settings, tensors, needs, normalised=None):
 
 
 def _save_input(settings, t, needs):
-    _, hidden, anything = _asked(needs)
+    _, hidden, anything = _needed_gradients(needs)
     return full.save(t, settings.form.kept(t.positions), hidden) if anything else None
 
 
-def _asked(needs):
+def _needed_gradients(needs):
     """Return which gradients are needed: through the GELU, of the hidden layer, any of the branch."""
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
     hidden = through_gelu or needs.weight2 or needs.gamma
@@ -283,7 +283,7 @@ class _BackwardPass:
         self.sums = types.SimpleNamespace(  # None where no gradient needs it
             outer=Sum(self.t.weight2) if outer else None,
             w1=Sum(self.t.weight1) if w1 else None,
-            b1=Sum(self.t.bias1) if _asked(needs)[0] else None,
+            b1=Sum(self.t.bias1) if _needed_gradients(needs)[0] else None,
         )
         self.means = [None, None]
         if settings.form.sample and self.grad.numel() and (outer or w1):

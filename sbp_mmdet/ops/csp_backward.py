@@ -127,19 +127,19 @@ class CSPBackward:
         weight = self.gate[0]
         dgate = aten.hardsigmoid_backward.default((grad * x).sum((2, 3), keepdim=True), self.saved.gate)
         geometry = (1, 1), (0, 0), (1, 1), False, (0, 0), 1
-        dpooled, *found = aten.convolution_backward.default(
+        dpooled, *gradients = aten.convolution_backward.default(
             dgate, self.saved.pooled, cast(weight, dgate.dtype), weight.shape[:1], *geometry, (True, *self.needs_gate)
         )
-        found = [None if g is None else cast(g, p.dtype) for g, p in zip(found, self.gate, strict=True)]
-        return grad.mul_(gate).add_(dpooled, alpha=1 / (x.shape[2] * x.shape[3])), found
+        gradients = [None if g is None else cast(g, p.dtype) for g, p in zip(gradients, self.gate, strict=True)]
+        return grad.mul_(gate).add_(dpooled, alpha=1 / (x.shape[2] * x.shape[3])), gradients
 
     def _blocks(self):
         """Return the first layer of each block, the one behind its last, and whether it adds its input."""
-        found, start = [], 2 if self.settings.whole else 0
+        blocks, start = [], 2 if self.settings.whole else 0
         for layers, adds in zip(self.settings.blocks, self.settings.adds, strict=True):
-            found.append((start, start + layers, adds))
+            blocks.append((start, start + layers, adds))
             start += layers
-        return found
+        return blocks
 
     def _inputs(self, group, like):
         """Return the inputs of a group of blocks, and the output of the last block if there is a CSP layer around it.

@@ -223,11 +223,11 @@ def _backward(s, saved, grad, needs):
             rows = xhat[where].detach().requires_grad_(needs.x)
             branch = _branch(s, own, rows)
         wanted = [own[name] for name in names] + ([rows] if needs.x else [])
-        found = torch.autograd.grad(branch, wanted, g.to(branch.dtype))
-        for name, gradient in zip(names, found, strict=False):
+        gradients = torch.autograd.grad(branch, wanted, g.to(branch.dtype))
+        for name, gradient in zip(names, gradients, strict=False):
             sums[name] += gradient
         if needs.x:
-            torch.add(grad[where], normalise_backward(found[-1], xhat[where], saved.rstd[where]), out=dx[where])
+            torch.add(grad[where], normalise_backward(gradients[-1], xhat[where], saved.rstd[where]), out=dx[where])
     return DecomposedGradients(x=dx, **sums)
 
 

@@ -197,8 +197,8 @@ class _Rows:
 
     def _norm_backward(self, name, grad, x, statistics):
         weight, bias = f'{name}_weight', f'{name}_bias'
-        grad, *found = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
-        add_to([self.sums[weight], self.sums[bias]], found)
+        grad, *gradients = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
+        add_to([self.sums[weight], self.sums[bias]], gradients)
         return grad
 
 
@@ -256,16 +256,16 @@ def _layer_backward(settings, saved, grad, needs):
 _OF_QUERIES = ('x', 'query_pos', 'reference_points')
 
 
-def _attention_backward(s, t, keep, grad, asked):
+def _attention_backward(s, t, keep, grad, needed):
     """Compute the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
     if keep is None:
-        return inputs_backward(s, t, grad, asked)
+        return inputs_backward(s, t, grad, needed)
     whole = {name: getattr(t, name) for name in _OF_QUERIES if getattr(t, name) is not None}
-    found = inputs_backward(s, t._replace(**{name: take(v, keep) for name, v in whole.items()}), grad, asked)
+    gradients = inputs_backward(s, t._replace(**{name: take(v, keep) for name, v in whole.items()}), grad, needed)
     for name in _OF_QUERIES[1:]:
-        if found.get(name) is not None:
-            found[name] = torch.zeros_like(whole[name]).index_copy_(1, keep, found[name])
-    return found
+        if gradients.get(name) is not None:
+            gradients[name] = torch.zeros_like(whole[name]).index_copy_(1, keep, gradients[name])
+    return gradients
 
 
 _encoder_layer = Operation('DeformableEncoderLayer', _layer_forward, _layer_backward, EncoderGradients)

@@ -211,15 +211,15 @@ def _backward(settings, saved, grad, needs):
         if dxhat is not None:
             given = t.norm_weight, t.norm_bias, norm
             dx, *affine = aten.native_layer_norm_backward.default(dxhat, x, x.shape[2:], *statistics, *given)
-        found = WindowGradients(None, *affine, sums.qkv_weight.value, sums.qkv_bias.value)
-        found = found._replace(table=_of_table(t, sums), proj_weight=sums.proj_weight.value)
+        gradients = WindowGradients(None, *affine, sums.qkv_weight.value, sums.qkv_bias.value)
+        gradients = gradients._replace(table=_of_table(t, sums), proj_weight=sums.proj_weight.value)
         dx = dx.add_(grad) if needs.x else None
     else:
-        found, dx = _parameter_gradients(settings, t, sums), None
+        gradients, dx = _parameter_gradients(settings, t, sums), None
         if needs.x:
             dx = normalise_backward(dxhat, xhat, saved.rstd)
             dx = grad + cast(dx, grad.dtype)
-    return found._replace(x=dx, proj_bias=incoming.total)
+    return gradients._replace(x=dx, proj_bias=incoming.total)
 
 
 class _Layers(NamedTuple):
@@ -347,13 +347,13 @@ class _Windows:
         dscores = torch._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
         dbias.add(dscores.view(number, heads, area, area).sum(0, dtype=accumulator(dscores)))
         dscores = cast(dscores, grad.dtype)
-        found = grad.new_empty(3, *v.shape)
-        dq, dk, dv = found.unbind(0)
+        gradients = grad.new_empty(3, *v.shape)
+        dq, dk, dv = gradients.unbind(0)
         torch.baddbmm(dq, dscores, k, beta=0, alpha=scale, out=dq)
         torch.baddbmm(dk, dscores.mT, q, beta=0, alpha=scale, out=dk)
         torch.bmm(self.map.mT, grad, out=dv)
-        found = found.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
-        return found.reshape(*self.xhat.shape[:2], 3 * heads * head_dim)
+        gradients = gradients.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
+        return gradients.reshape(*self.xhat.shape[:2], 3 * heads * head_dim)
 
 
 def _sums(t, layers, layout):

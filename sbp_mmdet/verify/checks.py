@@ -330,7 +330,7 @@ class _Watch:
 
     @staticmethod
     def _on_part(part, own, lean, options):
-        """Compare on a part of the input; ``None`` if there is none, or the module's own code does not take it."""
+        """Compare both sides on a part of the input; return ``None`` if there is none that the own code accepts."""
         try:
             return part and compare(own, lean, *part, **options)
         except Disagreement:
@@ -380,8 +380,8 @@ class _Watch:
                 stored = kind.stored.get('before' if key == 'with_cp' else key)
                 if stored is None:
                     continue
-                found = [(inputs, stored.inputs), (outputs, stored.outputs)]
-                kept = [tensors[i] for tensors, which in found for i in which if i < len(tensors)]
+                counts = [(inputs, stored.inputs), (outputs, stored.outputs)]
+                kept = [tensors[i] for tensors, which in counts for i in which if i < len(tensors)]
                 inside = stored.inside
                 if key == 'with_cp' and kind.checkpointed:
                     inside, kept = 0, inputs
