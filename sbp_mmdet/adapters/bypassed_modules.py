@@ -36,7 +36,9 @@ class BypassedModules:
         self.modules = tuple(inside.values())
         self._parents, self._children = parents, [dict(parent._modules) for parent in parents]
         (settings,) = _settings_of([root])
-        self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__), *settings)
+        # With the attribute that a changed module has: a module is bound before it gets this attribute.
+        number = len(root.__dict__) + ('_lean' not in root.__dict__)
+        self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
         self._state = _State.of(self.modules)
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
