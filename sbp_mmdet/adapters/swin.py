@@ -103,7 +103,7 @@ class LeanSwinBlock(LeanBlock):
         return others | {key: (norm, LeanLayerNorm) for key, norm in norms.items()}
 
 
-def _stock(name):
+def _find_stock(name):
     modules = ('mmdet.models.layers.transformer.utils', 'mmcv.cnn.bricks.transformer', 'mmpretrain.models.utils.embed')
     return tuple(f'{module}.{name}' for module in modules)
 
@@ -111,7 +111,7 @@ def _stock(name):
 class _LeanPatchMerging(LeanModule):
     """Patch merging: layer norm and linear layer on 2x2 patches. A kept position is a kept patch (section 3.2.2)."""
 
-    stock = _stock('PatchMerging')
+    stock = _find_stock('PatchMerging')
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -137,7 +137,7 @@ class _LeanPatchEmbed(LeanModule):
     """Patch embedding: convolution and layer norm."""
 
     samples = False
-    stock = _stock('PatchEmbed')
+    stock = _find_stock('PatchEmbed')
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -79,9 +79,9 @@ def forward(settings, t) -> Tensor:
     """
     parts = _chunks(settings, t, t.x)
     if len(parts) == 1 and t.factor is None:
-        return _add_whole(t, _rows(settings, t, rows_of(t.x)))
+        return _add_whole(t, _run_rows(settings, t, rows_of(t.x)))
     x = tokens_of(t.x)
-    branch = ((chunk, _rows(settings, t, chunk.rows_of(x))) for chunk in parts)
+    branch = ((chunk, _run_rows(settings, t, chunk.rows_of(x))) for chunk in parts)
     return add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
 
 
@@ -107,7 +107,7 @@ def _chunks(settings, t, x, keep=None):
     return chunks(x.shape[0], length if keep is None else len(keep), t.weight1.shape[0], x.device, settings.chunk)
 
 
-def _rows(settings, t, rows):
+def _run_rows(settings, t, rows):
     rows = torch.layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, settings.eps)
     hidden = aten.gelu_.default(F.linear(rows, t.weight1, t.bias1), approximate=settings.approximate)
     return F.linear(hidden, t.weight2, t.bias2)
@@ -242,17 +242,17 @@ class _Sums:
         total = self.sums.get(name)
         self.sums[name] = part if total is None else total.add_(part)
 
-    def _sum(self, name):
+    def _get_sum(self, name):
         total = self.sums.get(name)
         return zeros_for(getattr(self.t, name)) if total is None else total
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
         t, needs = self.t, self.needs
-        total, b1 = self._sum('bias2'), self._sum('bias1') if self.first else None
-        w1 = add_mean_term_(self._sum('weight1'), b1, self.means[0]) if needs.weight1 else None
-        outer = add_mean_term_(self._sum('weight2'), total, self.means[1]) if self.outer else None
-        norm = [self._sum(name) if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
+        total, b1 = self._get_sum('bias2'), self._get_sum('bias1') if self.first else None
+        w1 = add_mean_term_(self._get_sum('weight1'), b1, self.means[0]) if needs.weight1 else None
+        outer = add_mean_term_(self._get_sum('weight2'), total, self.means[1]) if self.outer else None
+        norm = [self._get_sum(name) if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
         if t.gamma is None:
             return [*norm, w1, b1, outer, total, None]
         bias2, gamma = total * t.gamma, None

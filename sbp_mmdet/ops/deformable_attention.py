@@ -139,7 +139,7 @@ def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, 
     query = t.x if t.query_pos is None else t.x + t.query_pos
     query = query.to(s.dtype)
     offsets = _linear(s, t, query, 'offset').unflatten(2, (s.num_heads, s.num_levels, s.num_points, 2))
-    places = t.reference_points[:, :, None, :, None, :2] + _in_maps(s, t, offsets)
+    places = t.reference_points[:, :, None, :, None, :2] + _scale_offsets(s, t, offsets)
     return value.unflatten(2, (s.num_heads, -1)), places, _softmax(s, t, query)
 
 
@@ -156,7 +156,7 @@ def _softmax(s, t, query):
     return weights.softmax(-1).unflatten(3, (s.num_levels, s.num_points))
 
 
-def _in_maps(s, t, offsets):
+def _scale_offsets(s, t, offsets):
     """Return offsets (..., levels, points, 2) as shares of the width and height of the maps.
 
     Offsets are in pixels of their level for reference points, and in half widths and heights of the box, divided by the
@@ -176,7 +176,7 @@ def has_kernel(value: Tensor) -> bool:
     return value.is_cuda and len(value) > 0
 
 
-def _for_kernel(value, places, weights):
+def _cast_for_kernel(value, places, weights):
     """Cast to one precision: the CUDA kernel does not support bfloat16, and CPUs sample in full precision."""
     dtype = value.dtype
     if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
@@ -184,7 +184,7 @@ def _for_kernel(value, places, weights):
     return value.to(dtype).contiguous(), places.to(dtype).contiguous(), weights.to(dtype).contiguous()
 
 
-def _parts(value, places, weights):
+def _split_heads(value, places, weights):
     """Yield some heads of some images, their columns of the output, and their inputs.
 
     There are at least as many heads as threads, because torch samples a head in one thread, and more where what is
@@ -217,13 +217,13 @@ def run_kernel(s: DeformableSettings, t: DeformableTensors, value: Tensor, place
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtype = value.dtype
-    value, places, weights = _for_kernel(value, places, weights)
+    value, places, weights = _cast_for_kernel(value, places, weights)
     if has_kernel(value):
         run = mmcv.MultiScaleDeformableAttnFunction.apply
         return run(value, t.spatial_shapes, t.level_start_index, places, weights, s.im2col_step).to(dtype)
     out = value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3], dtype=dtype)
     sizes = t.spatial_shapes.tolist()
-    for _, columns, (v, p, w) in _parts(value, places, weights):
+    for _, columns, (v, p, w) in _split_heads(value, places, weights):
         out[columns] = mmcv.multi_scale_deformable_attn_pytorch(v, sizes, p, w)
     return out
 
@@ -233,7 +233,7 @@ def _kernel_backward(s, t, grad, value, places, weights):
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtypes = [x.dtype for x in (value, places, weights)]
-    value, places, weights = _for_kernel(value, places, weights)
+    value, places, weights = _cast_for_kernel(value, places, weights)
     if has_kernel(value):
         saved = (value, t.spatial_shapes, t.level_start_index, places, weights)
         context = SimpleNamespace(saved_tensors=saved, im2col_step=s.im2col_step)
@@ -241,7 +241,7 @@ def _kernel_backward(s, t, grad, value, places, weights):
         gradients = gradients[0], gradients[3], gradients[4]
     else:
         gradients, sizes = tuple(map(torch.empty_like, (value, places, weights))), t.spatial_shapes.tolist()
-        for where, columns, part in _parts(value, places, weights):
+        for where, columns, part in _split_heads(value, places, weights):
             with torch.enable_grad():
                 part = [x.detach().requires_grad_() for x in part]
                 out = mmcv.multi_scale_deformable_attn_pytorch(part[0], sizes, *part[1:])
@@ -254,7 +254,7 @@ def _kernel_backward(s, t, grad, value, places, weights):
 # Recomputed inputs of the kernel and their gradients have ten times as many elements as the values. So many elements of
 # the values exist at a time.
 _AT_A_TIME = 2**22
-_OF_IMAGES = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
+_PER_IMAGE = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
 _PARAMETERS = tuple(f'{name}_{kind}' for name in ('offset', 'attention', 'value') for kind in ('weight', 'bias'))
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
@@ -280,7 +280,7 @@ def inputs_backward(
     gradients, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
     if number >= len(grad):
         return _images_backward(s, t, grad, needed)
-    whole = {name: x for name in _OF_IMAGES if (x := getattr(t, name)) is not None and len(x) == len(grad)}
+    whole = {name: x for name in _PER_IMAGE if (x := getattr(t, name)) is not None and len(x) == len(grad)}
     for start in range(0, len(grad), number):
         images = slice(start, start + number)
         part = t._replace(**{name: x[images] for name, x in whole.items()})
@@ -304,13 +304,13 @@ def _images_backward(s, t, grad, needed):
     dplaces = dplaces.to(promoted(s.dtype, t.reference_points.dtype))
     if 'reference_points' in needed:
         gradients['reference_points'] = _points_backward(s, t, dplaces)
-    if not {'x', 'query_pos', *_OF_OFFSETS}.intersection(needed):
+    if not {'x', 'query_pos', *_QUERY_LAYERS}.intersection(needed):
         return gradients
     query = t.x if t.query_pos is None else t.x + t.query_pos
     rows = query.to(s.dtype).flatten(0, 1)
     # places are linear in the offsets, so d offsets is d places scaled as the offsets are; then the softmax's backward
     # pass, and dq = d offsets W_o + d logits W_a.
-    doffsets = _in_maps(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
+    doffsets = _scale_offsets(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
     dlogits = torch.ops.aten._softmax_backward_data.default(
         dweights.flatten(3).to(weights.dtype), weights.flatten(3), -1, weights.dtype
     )
@@ -327,7 +327,7 @@ def _images_backward(s, t, grad, needed):
     return gradients
 
 
-_OF_OFFSETS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bias')
+_QUERY_LAYERS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bias')
 
 
 def _value_backward(s, t, grad, needed):

@@ -115,7 +115,7 @@ def _attention_tensors(t, x):
     return DeformableTensors(x=x, value=x, **shared)
 
 
-_OF_PRODUCTS = tuple(
+_PRODUCT_PARAMETERS = tuple(
     [f'{name}_{kind}' for name in ('offset', 'attention', 'value', 'output') for kind in ('weight', 'bias')]
     + ['weight1', 'bias1', 'weight2', 'bias2']
 )
@@ -123,10 +123,10 @@ _OF_PRODUCTS = tuple(
 
 def _in_precision_of_products(t, dtype):
     """Return the inputs with all parameters of matrix products in ``dtype``."""
-    given = [getattr(t, name) for name in _OF_PRODUCTS]
+    given = [getattr(t, name) for name in _PRODUCT_PARAMETERS]
     if all([x.dtype is dtype for x in given]):
         return t
-    return t._replace(**dict(zip(_OF_PRODUCTS, cast_all(given, dtype), strict=True)))
+    return t._replace(**dict(zip(_PRODUCT_PARAMETERS, cast_all(given, dtype), strict=True)))
 
 
 class _Rows:
@@ -253,16 +253,16 @@ def _layer_backward(settings, saved, grad, needs):
     return EncoderGradients(**inputs, **sums, **run.ffn.sums)
 
 
-_OF_QUERIES = ('x', 'query_pos', 'reference_points')
+_PER_QUERY = ('x', 'query_pos', 'reference_points')
 
 
 def _attention_backward(s, t, keep, grad, needed):
     """Compute the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
     if keep is None:
         return inputs_backward(s, t, grad, needed)
-    whole = {name: getattr(t, name) for name in _OF_QUERIES if getattr(t, name) is not None}
+    whole = {name: getattr(t, name) for name in _PER_QUERY if getattr(t, name) is not None}
     gradients = inputs_backward(s, t._replace(**{name: take(v, keep) for name, v in whole.items()}), grad, needed)
-    for name in _OF_QUERIES[1:]:
+    for name in _PER_QUERY[1:]:
         if gradients.get(name) is not None:
             gradients[name] = torch.zeros_like(whole[name]).index_copy_(1, keep, gradients[name])
     return gradients
