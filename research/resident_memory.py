@@ -23,6 +23,7 @@ from mmengine.runner import set_random_seed
 from provenance import describe_machine, output_file, write_json
 
 from sbp_mmdet.plan.detector import build_detector
+from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import parse_size
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
@@ -30,7 +31,7 @@ DEFAULT = ['none', 'with_cp+targets', 'with_cp+targets+cp-heads+cp-rpn+cp-neck',
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt: large blocks come by mmap and go back when they are freed
 
 
-def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
+def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int, counted: bool = False) -> float:
     """Return by how much a step raises the resident set of this process, in MB.
 
     Args:
@@ -39,6 +40,8 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
         batch (int): Number of images.
         size (tuple[int, int]): Height and width of the images, in pixels.
         boxes (int): Number of boxes in each image.
+        counted (bool): Whether to count the tensors of the step instead, as the planner does, but with those that this
+            CPU makes. Default: False.
     """
     libc = ctypes.CDLL('libc.so.6')
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
@@ -52,6 +55,10 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
     _step(model, batch, (256, 256), 2)
     model.zero_grad(set_to_none=False)
     data = _batch(model, batch, size, boxes)
+    if counted:
+        with LiveBytes() as counter:
+            _loss(model, data).backward()
+        return counter.peak / 1e6
     libc.malloc_trim(0)
     before = _status('VmRSS')
     Path('/proc/self/clear_refs').write_text('5')  # the peak begins anew
@@ -59,14 +66,15 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
     return _status('VmHWM') - before
 
 
-def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int) -> float:
+def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: int, counted=False) -> float:
     """Run :func:`lift` in a process of its own, with the same arguments and result.
 
     Raises:
         RuntimeError: If that process fails.
     """
     words = [config, '--size', '{}x{}'.format(*size), '--batch', f'{batch}', '--boxes', f'{boxes}']
-    command = [sys.executable, '-W', 'ignore', __file__, *words, '--one', '--variants', variant]
+    kind = '--one-count' if counted else '--one'
+    command = [sys.executable, '-W', 'ignore', __file__, *words, kind, '--variants', variant]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f'{variant} failed:\n{done.stderr[-2000:]}')
@@ -103,10 +111,11 @@ def main():
     parser.add_argument('--boxes', type=int, default=15, help='boxes in each image (default: 15)')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
     parser.add_argument('--one', action='store_true', help=argparse.SUPPRESS)
+    parser.add_argument('--one-count', action='store_true', help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
+    if args.one or args.one_count:
         with contextlib.redirect_stdout(io.StringIO()):
-            found = lift(args.config, args.variants[0], args.batch, args.size, args.boxes)
+            found = lift(args.config, args.variants[0], args.batch, args.size, args.boxes, args.one_count)
         print(f'LIFT {found:.1f}')
         return
     rows = []

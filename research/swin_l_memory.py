@@ -1,6 +1,7 @@
 """Six measured figures of one card, and which batches explain them: mmdet's DINO-5scale with Swin-L, two images a GPU.
 
     python research/swin_l_memory.py     # counts all six into docs/results/swin_l_memory.json; no GPU
+    python research/document_tables.py   # writes the tables of docs/research/zoo_memory.md
 
 The figures stand in mmdet's projects/example_largemodel (pull request 10981), of eight GPUs: with and without mixed
 precision, plain, with a checkpointed backbone, and with a checkpointed encoder too. mmengine logs the most that the
@@ -12,12 +13,14 @@ import copy
 import logging
 import time
 import warnings
+from collections.abc import Iterable
 from unittest import mock
 
 import numpy as np
 from isolated import run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
+from tables import markdown_table
 
 from sbp_mmdet.plan import worst_batch
 from sbp_mmdet.plan.detector import measure_detector
@@ -36,6 +39,13 @@ MEASURED = {
     'backbone, amp': 25,
     'backbone and encoder, amp': 13,
 }  # GB, as mmengine's log says them: GiB
+_ENDS = ('plain', 'backbone and encoder')
+GROUPS = {
+    'the three in fp32': [name for name in MEASURED if 'amp' not in name],
+    'the three in mixed precision': [name for name in MEASURED if 'amp' in name],
+    'plain, and backbone and encoder, in both precisions': [n for n in MEASURED if n.removesuffix(', amp') in _ENDS],
+    'all six': list(MEASURED),
+}
 SIZES = (800, 1333), (1112, 1333)  # a usual large batch, and the pipeline's largest
 BOXES = 40  # in each image
 _SECONDS = 300
@@ -82,6 +92,39 @@ def pixels_of_batches() -> np.ndarray:
         find_training_inputs(plain(load_config(CONFIG)))
     height, width = SIZES[0]
     return np.sort(drawn[0]) / (2 * height * width)
+
+
+def batch_of(rows: dict[str, dict], names: Iterable[str], rounding: float = 0.0) -> tuple[float, float]:
+    """Find the batch whose counts differ least from several measurements.
+
+    Args:
+        rows (dict[str, dict]): Rows by what is checkpointed, see :func:`row_of`.
+        names (Iterable[str]): Names of the measurements.
+        rounding (float): GiB by which a printed measurement may differ from the figure behind it. Default: 0.0.
+
+    Returns:
+        tuple[float, float]: Pixels of the batch relative to the first size, and the largest relative error.
+    """
+    names = list(names)
+    measured = np.array([rows[name]['measured'] for name in names])
+    first, second = (
+        np.array([rows[name][f'{height}x{width}']['logged'] for name in names]) / 2**30 for height, width in SIZES
+    )
+    pixels = np.arange(0.8, 1.4, 0.001)[:, None]
+    counted = first + (second - first) * (pixels - 1) / (SIZES[1][0] / SIZES[0][0] - 1)
+    errors = (np.clip(np.abs(counted - measured) - rounding, 0, None) / measured).max(1)
+    return float(pixels[errors.argmin(), 0]), float(errors.min())
+
+
+def report(rows: dict[str, dict]) -> str:
+    """Return a table of the batch that explains several measurements at once."""
+    columns = [
+        Column('measurements', lambda name: name),
+        Column('one batch', lambda name: f'{batch_of(rows, GROUPS[name])[0]:.2f}'),
+        Column('largest error', lambda name: f'{batch_of(rows, GROUPS[name])[1]:.1%}'),
+        Column('beyond rounding', lambda name: f'{batch_of(rows, GROUPS[name], 0.5)[1]:.1%}'),
+    ]
+    return markdown_table(columns, list(GROUPS))
 
 
 def main():
