@@ -260,7 +260,7 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
     t, out, lse, _ = saved
     delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
     names = _list_needed(needs, [], _OF_ROWS, 'gamma_v')
-    gradients = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
+    sums = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
     dx = torch.empty_like(t.x) if needs.x else None
     dkey, dvalue = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
     for n in range(len(t.x)):
@@ -284,8 +284,8 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
             dkey[n] += gradients[1]
             dvalue[n] += gradients[2]
             for name, gradient in zip(names, gradients[3:], strict=True):
-                gradients[name] += gradient
-    return dict(gradients, x=dx), dkey, dvalue
+                sums[name] += gradient
+    return dict(sums, x=dx), dkey, dvalue
 
 
 _operation = Operation('BiAttention', _forward, _backward, BiAttentionGradients)
