@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..library_code import Functions, library_code
-from ..ops.common.handed_maps import code_seen
+from ..ops.common.handed_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
 from .predicate import GLOBAL_HOOKS, cached_answers, is_hooked_globally
 
@@ -73,16 +73,16 @@ class BypassedModules:
             return False
         if any(GLOBAL_HOOKS) != self._hooked_globally:
             return False
-        seen = code_seen()
-        if seen is None:
+        checked = unchanged_code()
+        if checked is None:
             if not self._functions.hold():
                 return False
         else:
             for key, code in self._code:
-                if key not in seen:
+                if key not in checked:
                     if not code.holds():
                         return False
-                    seen.add(key)
+                    checked.add(key)
         if [parent._modules for parent in self._parents] != self._children:
             return False
         return not self.modules or self._state.holds(self.modules)

@@ -197,8 +197,8 @@ def fairscale_forward(module: nn.Module) -> Callable | None:
         module (nn.Module): The module.
     """
     forward = vars(module).get('forward')
-    found = getattr(getattr(forward, 'func', None), '__module__', None) or ''
-    return forward if found.startswith('fairscale.') else None
+    home = getattr(getattr(forward, 'func', None), '__module__', None) or ''
+    return forward if home.startswith('fairscale.') else None
 
 
 def is_hooked_globally() -> bool:
@@ -214,8 +214,8 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         module (nn.Module): The module.
     """
-    found = {**module._parameters, **vars(module)}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    values = {**module._parameters, **vars(module)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _odd_parameter(module) -> str | None:

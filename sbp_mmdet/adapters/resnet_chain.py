@@ -65,14 +65,14 @@ class ResidualChainBinding(Binding):
     @functools.cached_property
     def _members(self):
         """Layers of each block, the layer of its shortcut, and the pools in front of that layer."""
-        found = []
+        members = []
         for block in self.blocks:
             shortcut, pools = None, ()
             if block.downsample is not None:
                 *pools, conv, norm = block.downsample
                 shortcut = ConvNorm(conv, norm)
-            found.append(([ConvNorm(*layer) for layer in _layers(block)], shortcut, pools))
-        return found
+            members.append(([ConvNorm(*layer) for layer in _layers(block)], shortcut, pools))
+        return members
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -100,14 +100,14 @@ class LeanStage(LeanModule):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. A chain has the name of its first block, a layer that of its convolution."""
-        found, chain, kind = layers_of(self), [], None
+        parts, chain, kind = layers_of(self), [], None
         for name, block in [*self._modules.items(), (None, None)]:
             own = None if block is None else _kind_of_chain(block)
             if chain and (own is not kind or kind.is_full([block for _, block in chain])):
-                found[chain[0][0]] = kind(tuple(block for _, block in chain))
+                parts[chain[0][0]] = kind(tuple(block for _, block in chain))
                 chain = []
             chain, kind = [*chain, (name, block)] if own else [], own
-        return found
+        return parts
 
     def watches(self):
         """See :meth:`.LeanModule.watches`."""

@@ -235,7 +235,7 @@ def _branch(settings, t, x, xhat):
     """Yield chunks of the rows x (N, L, C) and their branch without layer scale, from x-hat if that is given."""
     weights = MLPWeights.folded(t, settings.dtype)
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
-        rows = chunk.rows_of(x if xhat is None else xhat)
+        rows = chunk.take_rows(x if xhat is None else xhat)
         rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
         hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
         rows = torch.addmm(weights.b2, hidden, weights.w2.t())
@@ -329,7 +329,7 @@ class _BackwardPass:
         """Recompute x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
         dtype, saved = self.settings.dtype, self.saved
         if self.x is not None:
-            xhat, rstd = normalise(chunk.rows_of(self.x), self.settings.eps, dtype)
+            xhat, rstd = normalise(chunk.take_rows(self.x), self.settings.eps, dtype)
         else:
             xhat = saved.xhat.part(chunk.images, chunk.rows).load(dtype).flatten(0, 1)
             rstd = None if saved.rstd is None else saved.rstd[chunk.images, chunk.rows]

@@ -209,7 +209,7 @@ def _layer_forward(settings, tensors, needs):
     attended = run_kernel(s, attention, *kernel_inputs(s, attention))
     run, total, out = _Rows(settings, t), None, None
     for index, _, chunk in run.chunks(x):
-        rows = run.forward(chunk.rows_of(x, index), chunk.rows_of(attended, index))
+        rows = run.forward(chunk.take_rows(x, index), chunk.take_rows(attended, index))
         if out is None:
             total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
         chunk.put_(total, rows[0], index)
@@ -240,7 +240,7 @@ def _layer_backward(settings, saved, grad, needs):
     with replayed(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
             tensors = (x, attended, saved.sum, grad)
-            rows = run.backward(*(chunk.rows_of(i, index) for i in tensors), kept)
+            rows = run.backward(*(chunk.take_rows(i, index) for i in tensors), kept)
             chunk.put_(dx, rows[0], index)
             if kept:
                 chunk.put_(dattended, rows[1])
