@@ -82,13 +82,13 @@ def row_of(what: str) -> dict:
 
 def pixels_of_batches() -> np.ndarray:
     """Return the pixels of 100,000 batches of the recipe's pipeline relative to the first size, the largest last."""
-    drawn, count = [], worst_batch._pixels
+    drawn, count = [], worst_batch._count_pixels
 
     def note(sizes, config):
         drawn.append(count(sizes, config))
         return drawn[-1]
 
-    with mock.patch.object(worst_batch, '_pixels', note):
+    with mock.patch.object(worst_batch, '_count_pixels', note):
         find_training_inputs(plain(load_config(CONFIG)))
     height, width = SIZES[0]
     return np.sort(drawn[0]) / (2 * height * width)

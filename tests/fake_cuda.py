@@ -61,7 +61,7 @@ def simulate_gpu():
             yield mode
     finally:
         drivers[_CUDA] = before
-        for made in (window_layout, windows._scales, sign_bits._bytes_of_bits):
+        for made in (window_layout, windows._qkv_scales, sign_bits._bytes_of_bits):
             made.cache_clear()  # tensors of this mode
 
 
