@@ -8,7 +8,7 @@ from typing import NamedTuple
 from experiment import Experiment
 from tables import markdown_table
 
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 
 __all__ = ['Difference', 'accuracy_table', 'describe', 'paired']
 
@@ -93,7 +93,7 @@ def accuracy_table(found: Mapping, markdown: bool = False) -> str:
         for seed, run in runs.items()
         if not run['finished']
     ]
-    return '\n'.join([text_table(columns, results), *going])
+    return '\n'.join([format_table(columns, results), *going])
 
 
 def _spread(values):

@@ -25,10 +25,10 @@ __all__ = [
     'capture',
     'compare_gradients',
     'free_memory',
-    'name_the_base',
     'get_keys_for_all_images',
-    'parse_name',
     'make_smooth_noise',
+    'name_the_base',
+    'parse_name',
     'try_and_note',
 ]
 

@@ -8,7 +8,7 @@ tensors of the step. The operating system also sees what kernels allocate inside
 with the process.
 """
 
-from isolated import rows_of, sweep
+from isolated import read_rows, sweep
 from provenance import CHECKOUT, commit
 from resident_memory import measure_lift
 from tables import markdown_table
@@ -70,7 +70,7 @@ def report(rows: dict[str, dict]) -> str:
 
 def main():
     """Measure the rows that the file lacks."""
-    rows = rows_of(RESULTS)
+    rows = read_rows(RESULTS)
     wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
     print(report(sweep(RESULTS, [key for key in wanted if key not in rows], row_of)))
 

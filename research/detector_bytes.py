@@ -14,9 +14,9 @@ from provenance import describe_machine, output_file, write_json
 from tables import format_bytes
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import add_inputs, crowded, inputs_of
+from sbp_mmdet.plan.inputs import add_inputs, count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.planner import parse_size
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
@@ -38,21 +38,26 @@ def main():
     parser.add_argument('--json', type=output_file, help='write the results here as well')
     args = parser.parse_args()
     config = load_config(args.config, args.cfg_options)
-    inputs = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes or crowded(inputs.batch))
-    case['channels'] = inputs.channels
+    inputs = find_training_inputs(config, args.batch, parse_size(args.size) if args.size else None)
+    batch_shape = dict(
+        batch=inputs.batch,
+        height=inputs.height,
+        width=inputs.width,
+        boxes=args.boxes or count_crowded_boxes(inputs.batch),
+    )
+    batch_shape['channels'] = inputs.channels
     rows, base = [], plain(config)
     for variant in args.variants:
         keys = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
-        row = measure_detector(with_variant(base, variant, **keys), **case)
+        row = measure_detector(with_variant(base, variant, **keys), **batch_shape)
         rows.append(dict(variant=variant, backbone=backbone_bytes(row), **row))
     columns = [Column('variant', lambda row: row['variant'])]
     for key in ('backbone', 'peak'):
         columns.append(Column(key, lambda row, key=key: format_bytes(row[key])))
         columns.append(Column('ratio', lambda row, key=key: f'{row[key] / rows[0][key]:.3f}'))
-    print(text_table(columns, rows))
+    print(format_table(columns, rows))
     if args.json:
-        write_json(args.json, dict(machine=describe_machine(), case=dict(config=args.config, **case), rows=rows))
+        write_json(args.json, dict(machine=describe_machine(), case=dict(config=args.config, **batch_shape), rows=rows))
 
 
 if __name__ == '__main__':

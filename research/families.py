@@ -22,7 +22,7 @@ import mmdet
 import numpy as np
 import torch
 from case import compare_gradients
-from isolated import reason_of, rows_of, run_apart, sweep
+from isolated import describe_error, read_rows, run_apart, sweep
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from provenance import commit
@@ -32,9 +32,9 @@ from torch import nn
 from sbp_mmdet.hooks import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector
-from sbp_mmdet.plan.inputs import crowded, inputs_of
+from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.tables import Column
-from sbp_mmdet.plan.variants import everything_checkpointed, load_config, plain, presets_of, with_variant
+from sbp_mmdet.plan.variants import checkpoint_everything, find_presets, load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 nms = importlib.import_module('mmcv.ops.nms')  # the package has a function of this name
@@ -143,7 +143,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
             buffers = {name: value.clone() for name, value in model.named_buffers()}
             losses, gradients = step(model, batch)
     except Exception as error:
-        return dict(row, untried=reason_of(error))
+        return dict(row, untried=describe_error(error))
     with at_the_first_step():
         moved = dict(model.named_buffers()).items()
         stock = {name: value.clone() for name, value in moved}
@@ -184,21 +184,23 @@ def count(
         dict: The batch; ``peaks`` and ``stored`` bytes, and ``seconds``, by variant.
     """
     config, peaks, stored, seconds = plain(config), {}, {}, {}
-    inputs = inputs_of(config, size=size)
+    inputs = find_training_inputs(config, size=size)
     inputs = inputs._replace(batch=min(inputs.batch, images or inputs.batch))
-    apply = presets_of(build_detector(config, 'cpu')[0])
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
+    apply = find_presets(build_detector(config, 'cpu')[0])
+    batch_shape = dict(
+        batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=count_crowded_boxes(inputs.batch)
+    )
     for variant in variants:
         blocks = apply['with_cp'] is None
-        run = everything_checkpointed(config, blocks) if variant == EVERYTHING else variant
+        run = checkpoint_everything(config, blocks) if variant == EVERYTHING else variant
         if apply.get(run.split('+')[0], '') is None:
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.
             keys = dict(skip_dropped_images=False) if PRESETS[run.split('+')[0]].form else {}
-            row = measure_detector(with_variant(config, run, **keys), **case)
+            row = measure_detector(with_variant(config, run, **keys), **batch_shape)
             peaks[variant], stored[variant] = row['peak'], sum(row['saved'].values())
             seconds[variant] = round(time.process_time() - start, 1)
-    return dict(case, peaks=peaks, stored=stored, seconds=seconds, variants=[*variants], commit=commit())
+    return dict(batch_shape, peaks=peaks, stored=stored, seconds=seconds, variants=[*variants], commit=commit())
 
 
 def _loaded(compute, path, *args):
@@ -259,7 +261,7 @@ def main():
     parser.add_argument('--only', nargs='+', default=[], metavar='FAMILY', help='run these, in this order')
     parser.add_argument('--report', action='store_true', help='run nothing, print the table')
     args = parser.parse_args()
-    rows, paths = rows_of(args.json), families()
+    rows, paths = read_rows(args.json), families()
     if not args.report:
         before = {family: row for family, row in rows.items() if family not in args.again}
         chosen = [family for family in args.only or paths if not is_counted(before.get(family, {}))]

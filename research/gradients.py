@@ -31,7 +31,7 @@ from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.plan.device import check_device
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS
 
@@ -273,7 +273,7 @@ def study_table(found: dict) -> str:
         head = part if measure == 'cosine' else f'{MEASURES[measure]}, {part}'
         head = f'cosine: {head}' if len(columns) == 1 else head
         columns.append(Column(head, lambda label, m=measure, p=part: _cell(results[label].get(p, {}).get(m))))
-    return text_table(columns, results)
+    return format_table(columns, results)
 
 
 def _cell(value):

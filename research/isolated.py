@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from provenance import describe_machine, write_json
 
-__all__ = ['KILLED', 'reason_of', 'rows_of', 'run_apart', 'sweep']
+__all__ = ['KILLED', 'describe_error', 'read_rows', 'run_apart', 'sweep']
 
 KILLED = 'the process was killed: too little memory in this machine'
 
 
-def reason_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error as one line."""
     return f'{type(error).__name__}: {" ".join(str(error).split())[:160]}'
 
@@ -37,7 +37,7 @@ def _computed(compute, args, seconds):
     try:
         return compute(*args)
     except Exception as error:  # whatever a model's own code raises: the next one is tried all the same
-        return dict(error=reason_of(error))
+        return dict(error=describe_error(error))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -46,14 +46,14 @@ def _too_long(*_):
     raise TimeoutError('no answer in the time that was given')
 
 
-def rows_of(file: Path) -> dict[str, dict]:
+def read_rows(file: Path) -> dict[str, dict]:
     """Return the rows of a file, or none if it does not exist."""
     return json.loads(file.read_text())['rows'] if file.exists() else {}
 
 
 def sweep(file: Path, names: Iterable[str], compute: Callable[[str], dict], **more) -> dict[str, dict]:
     """Add the rows of some names to a file, which is written after each row. Killed ones are left to the next run."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     for name in names:
         row = compute(name)
         if row.get('error') != KILLED:

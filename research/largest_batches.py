@@ -12,14 +12,14 @@ import logging
 import time
 import warnings
 
-from isolated import rows_of, run_apart, sweep
+from isolated import read_rows, run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
-from sbp_mmdet.plan.batch_size import largest_batch, learning_rate
+from sbp_mmdet.plan.batch_size import find_largest_batch, learning_rate
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import crowded, inputs_of
-from sbp_mmdet.plan.planner import needed
+from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
+from sbp_mmdet.plan.planner import count_needed_bytes
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
@@ -51,16 +51,16 @@ def row_of(key: str) -> dict:
     name, variant = key.split('/')
     path = DETECTORS[name]
     config = plain(load_config(path if '::' in path else str(CHECKOUT / path)))
-    inputs, counted = inputs_of(config), {}
+    inputs, counted = find_training_inputs(config), {}
     options = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
     changed = with_variant(config, variant, **options)
 
     def need(images):
-        case = dict(batch=images, height=inputs.height, width=inputs.width, usual=inputs.usual, expandable=False)
-        return needed(measure_detector(changed, **case, boxes=crowded(images)))
+        batch_shape = dict(batch=images, height=inputs.height, width=inputs.width, usual=inputs.usual, expandable=False)
+        return count_needed_bytes(measure_detector(changed, **batch_shape, boxes=count_crowded_boxes(images)))
 
     # From the largest card on: the others' answers lie on lines between counts.
-    images = {card: largest_batch(need, card * 2**30, counted)[0] for card in sorted(CARDS, reverse=True)}
+    images = {card: find_largest_batch(need, card * 2**30, counted)[0] for card in sorted(CARDS, reverse=True)}
     rates = {card: learning_rate(config, images[card]) for card in CARDS}
     return dict(
         size=[inputs.height, inputs.width],
@@ -80,7 +80,7 @@ def main():
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     wanted = [f'{name}/{variant}' for variant in VARIANTS for name in DETECTORS]
-    rows = rows_of(RESULTS)
+    rows = read_rows(RESULTS)
     chosen = [key for key in wanted if key not in rows and any(word in key for word in only)]
     sweep(RESULTS, chosen, lambda key: run_apart(row_of, key, seconds=_SECONDS))
 

@@ -19,8 +19,8 @@ from resident_memory import measure_lift
 from tables import COLOURS, markdown_table, panels, save_picture
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import crowded
-from sbp_mmdet.plan.planner import needed
+from sbp_mmdet.plan.inputs import count_crowded_boxes
+from sbp_mmdet.plan.planner import count_needed_bytes
 from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
@@ -120,9 +120,9 @@ def count(detector: Detector, variant: str) -> dict:
     config = plain(load_config(detector.config, {'optim_wrapper.type': _WRAPPERS[detector.precision]}))
     keys = dict(skip_dropped_images=False) if PRESETS[variant].form else {}
     height, width = detector.size
-    case = dict(batch=detector.batch, height=height, width=width, boxes=crowded(detector.batch))
-    row = measure_detector(with_variant(config, variant, **keys), **case)
-    return dict(backbone=backbone_bytes(row), peak=row['peak'], needs=needed(row))
+    batch_shape = dict(batch=detector.batch, height=height, width=width, boxes=count_crowded_boxes(detector.batch))
+    row = measure_detector(with_variant(config, variant, **keys), **batch_shape)
+    return dict(backbone=backbone_bytes(row), peak=row['peak'], needs=count_needed_bytes(row))
 
 
 def measure(detector: Detector, variant: str) -> dict:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from isolated import rows_of, run_apart, sweep
+from isolated import read_rows, run_apart, sweep
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from outside_models import TEXT
@@ -216,7 +216,7 @@ def main():
     def compute(label):
         return run_apart(train, args.folder, args.data, *label.split(', '), args.steps, seconds=SECONDS)
 
-    there = rows_of(args.json)
+    there = read_rows(args.json)
     rows = sweep(args.json, [name for name in names if 'losses' not in there.get(name, {})], compute)
     print(report(rows))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from families import compare, count
-from isolated import rows_of, run_apart, sweep
+from isolated import read_rows, run_apart, sweep
 from outside_sources import sources
 from tables import format_bytes, markdown_table
 
@@ -218,7 +218,7 @@ def main():
     parser.add_argument('--only', nargs='+', metavar='NAME', help='run no others')
     parser.add_argument('--report', action='store_true', help='run nothing, print the table')
     args = parser.parse_args()
-    rows = rows_of(args.json)
+    rows = read_rows(args.json)
     if not args.report:
         before = {name: row for name, row in rows.items() if name not in args.again}
         chosen = [n for n in args.only or MODELS if 'peaks' not in before.get(n, {}).get('plan', {})]

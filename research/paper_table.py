@@ -9,7 +9,7 @@ from pathlib import Path
 from experiment import Experiment
 from tables import markdown_table
 
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 
 __all__ = ['fill', 'means', 'paper_table']
 
@@ -50,7 +50,7 @@ def paper_table(experiment: Experiment, measured: Mapping, folder: Path | None =
         for head, values in (('paper', paper[label]), ('here', here), ('difference', both)):
             if values:
                 records.append(dict(label=label if head == 'paper' else '', source=head, values=values))
-    return (text_table if folder is None else markdown_table)(_filled(columns, records), records)
+    return (format_table if folder is None else markdown_table)(_filled(columns, records), records)
 
 
 def _filled(columns, records):

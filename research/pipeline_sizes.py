@@ -25,8 +25,8 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from provenance import CHECKOUT, describe_machine, write_json
 
-from sbp_mmdet.plan.inputs import Inputs, inputs_of
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.inputs import Inputs, find_training_inputs
+from sbp_mmdet.plan.tables import Column, format_table
 
 RESULTS = CHECKOUT / 'docs/results/pipeline_sizes.json'
 PHOTOGRAPHS = [(48, 64)] * 6 + [(64, 48)] * 4 + [(43, 64)] * 3 + [(64, 43), (50, 64), (64, 50), (30, 100), (100, 30)]
@@ -217,7 +217,7 @@ def compare(name: str, folder: Path, batches: int) -> dict:
     """
     shapes, channels, make = PIPELINES[name]
     config = make(write_pictures(folder, shapes, channels))
-    inputs = inputs_of(config)
+    inputs = find_training_inputs(config)
     pixels, real = get_planned_pixels(inputs), largest_real(config, batches)
     size = [inputs.height, inputs.width, inputs.channels]
     return dict(name=name, size=size, said=pixels, real=real, ratio=pixels / real, batches=batches)
@@ -243,7 +243,7 @@ def main():
         Column('pixels of the largest real batch', lambda row: str(row['real'])),
         Column('ratio', lambda row: f'{row["ratio"]:.3f}'),
     ]
-    print(text_table(columns, rows))
+    print(format_table(columns, rows))
 
 
 if __name__ == '__main__':

@@ -11,12 +11,12 @@ import logging
 import time
 import warnings
 
-from isolated import rows_of, run_apart, sweep
+from isolated import read_rows, run_apart, sweep
 from mmengine.logging import MMLogger
 from provenance import CHECKOUT, commit
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import crowded, inputs_of
+from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
 RESULTS = CHECKOUT / 'docs/results/reserved_memory.json'
@@ -49,10 +49,12 @@ def row_of(key: str) -> dict:
     start = time.process_time()
     name, variant = key.split('/')
     config = plain(load_config(f'mmdet::{DETECTORS[name]}'))
-    inputs = inputs_of(config)
+    inputs = find_training_inputs(config)
     options = {} if variant == 'none' else dict(skip_dropped_images=False)
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
-    row = measure_detector(with_variant(config, variant, **options), **case, usual=inputs.usual)
+    batch_shape = dict(
+        batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=count_crowded_boxes(inputs.batch)
+    )
+    row = measure_detector(with_variant(config, variant, **options), **batch_shape, usual=inputs.usual)
     result = {key: row[key] for key in ('peak', 'reserved', 'capacity', 'expandable')}
     size = [inputs.batch, inputs.height, inputs.width]
     seconds = round(time.process_time() - start, 1)
@@ -63,7 +65,7 @@ def main():
     """Count the rows that the file lacks."""
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    rows = rows_of(RESULTS)
+    rows = read_rows(RESULTS)
     wanted = [f'{name}/{variant}' for name in DETECTORS for variant in VARIANTS]
     sweep(RESULTS, [key for key in wanted if key not in rows], lambda key: run_apart(row_of, key, seconds=_SECONDS))
 

@@ -24,9 +24,9 @@ from tables import markdown_table
 
 from sbp_mmdet.plan import worst_batch
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import inputs_of
+from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 from sbp_mmdet.plan.variants import load_config, plain
 
 RESULTS = CHECKOUT / 'docs/results/swin_l_memory.json'
@@ -82,14 +82,14 @@ def row_of(what: str) -> dict:
 
 def pixels_of_batches() -> np.ndarray:
     """Return the pixels of 100,000 batches of the recipe's pipeline relative to the first size, the largest last."""
-    drawn, count = [], worst_batch._pixels
+    drawn, count = [], worst_batch._count_pixels
 
     def note(sizes, config):
         drawn.append(count(sizes, config))
         return drawn[-1]
 
-    with mock.patch.object(worst_batch, '_pixels', note):
-        inputs_of(plain(load_config(CONFIG)))
+    with mock.patch.object(worst_batch, '_count_pixels', note):
+        find_training_inputs(plain(load_config(CONFIG)))
     height, width = SIZES[0]
     return np.sort(drawn[0]) / (2 * height * width)
 
@@ -141,7 +141,7 @@ def main():
         Column('explained by', lambda item: f'{item[1]["pixels"]:.2f}'),
         Column('one batch in', lambda item: f'{1 / max((pixels >= item[1]["pixels"]).mean(), 1e-9):,.0f}'),
     ]
-    print(text_table(columns, [(name, row) for name, row in rows.items() if 'pixels' in row]))
+    print(format_table(columns, [(name, row) for name, row in rows.items() if 'pixels' in row]))
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from provenance import portable
 
-from sbp_mmdet.plan.tables import Column, cells_of, text_table
+from sbp_mmdet.plan.tables import Column, format_cells, format_table
 
 __all__ = [
     'COLOURS',
@@ -24,7 +24,7 @@ COLOURS = ('#1f77b4', '#d95f02', '#1b9e77', '#7b4fa3', '#e7298a', '#66a61e', '#a
 
 def markdown_table(columns: Sequence[Column], records: Iterable[dict]) -> str:
     """Format a table in Markdown."""
-    head, *lines = (f'| {" | ".join(cells)} |' for cells in cells_of(columns, records))
+    head, *lines = (f'| {" | ".join(cells)} |' for cells in format_cells(columns, records))
     return '\n'.join([head, '|' + '---|' * len(columns), *lines])
 
 
@@ -102,7 +102,7 @@ def benchmark_table(rows: list[dict], markdown: bool = False) -> str:
         records.append(row)
     columns = [column for key, column in _COLUMNS if any(row.get(key) is not None for row in records)]
     name = Column('preset', lambda row: f'`{row["preset"]}`' if markdown else row['preset'])
-    return (markdown_table if markdown else text_table)([name, *columns], records)
+    return (markdown_table if markdown else format_table)([name, *columns], records)
 
 
 def panels(rows: int = 1, columns: int = 1, **options) -> tuple:

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
-from isolated import rows_of, run_apart, sweep
+from isolated import read_rows, run_apart, sweep
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from tables import markdown_table, panels, save_picture
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.inputs import crowded, inputs_of
+from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 from sbp_mmdet.plan.tables import Column
 from sbp_mmdet.plan.variants import load_config, plain
@@ -59,12 +59,12 @@ def count(name: str) -> dict:
     """Return the bytes that the planner counts for a config."""
     start = time.process_time()
     config = with_sampler_of_then(plain(load_config(f'mmdet::{name}')))
-    inputs = inputs_of(config)
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=crowded(inputs.batch))
+    inputs = find_training_inputs(config)
+    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=count_crowded_boxes(inputs.batch))
     row = measure_detector(config, **case)
     keys = ('parameters', 'optimizer', 'gradients', 'saved', 'forward', 'peak', 'peak_phase', 'peaks')
     result = {key: row[key] for key in keys}
-    reason = reason_of(name)
+    reason = find_reason(name)
     if reason and reason.counted:
         as_measured = dict(case, batch=reason.batch or case['batch'], boxes=reason.boxes or case['boxes'])
         with torch_of_then() if reason.then else contextlib.nullcontext():
@@ -138,7 +138,7 @@ REASONS = {
 }
 
 
-def reason_of(name: str) -> Reason | None:
+def find_reason(name: str) -> Reason | None:
     """Return why a config should not be counted, or None."""
     return REASONS.get(name, REASONS.get(name.split('/')[0]))
 
@@ -179,7 +179,7 @@ def _pairs(rows, fitted):
     chosen = [
         (row['peak'], row['measured'] * 2**30)
         for name, row in rows.items()
-        if 'peak' in row and not reason_of(name)
+        if 'peak' in row and not find_reason(name)
         if (families.index(name.split('/')[0]) % 2 == 0) == fitted
     ]
     return np.array(chosen, float).T
@@ -205,7 +205,7 @@ def leading(rows: dict[str, dict]) -> list[str]:
             'all, counted as they were measured',
             [dict(row, peak=row.get('explained', row['peak'])) for row in rows.values()],
         ),
-        ('without a reason below', [row for key, row in rows.items() if not reason_of(key)]),
+        ('without a reason below', [row for key, row in rows.items() if not find_reason(key)]),
     ):
         counted = np.array([row['peak'] * (1 + MARGIN) + WORKSPACES for row in chosen]) / 2**30
         published = np.array([row['measured'] for row in chosen])
@@ -289,7 +289,7 @@ def main():
     args = parser.parse_args()
     warnings.simplefilter('ignore')
     MMLogger.get_current_instance().setLevel(logging.ERROR)
-    rows, figures = rows_of(RESULTS), read_published()
+    rows, figures = read_rows(RESULTS), read_published()
     chosen = [name for name in figures if not args.only or any(word in name for word in args.only)]
     if not args.report:
         chosen = [name for name in chosen if args.again or name not in rows]

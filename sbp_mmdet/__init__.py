@@ -43,6 +43,7 @@ __all__ = [
     'SBPSwinTransformer',
     'SBPViT',
     'TargetsInChunksHook',
+    '__version__',
     'adapter',
     'apply_lean',
     'config',
@@ -50,7 +51,6 @@ __all__ = [
     'remove_lean',
     'sample_mask',
     'sbp',
-    '__version__',
 ]
 
 

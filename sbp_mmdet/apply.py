@@ -13,11 +13,12 @@ from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
 from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
+from .library_code import check_code_once
 from .passes import attach_draws, detach_draws, hand_on_within
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
-from .surgery import mix_in, mix_out, unwrapped
+from .surgery import Mixin, mix_in, mix_out, unwrapped
 from .verify.first_pass import FirstPass, verify_at_first_pass
 
 __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
@@ -53,6 +54,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
     return report
 
 
+@check_code_once()
 def apply_settings(model: nn.Module, settings: Settings) -> Report:
     """Apply checked settings to a model without wrappers, and do not verify it; see :func:`apply_lean`.
 
@@ -80,15 +82,16 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
 
 
 # Attributes that this package sets on changed modules, and the forward of fairscale that it may remove.
-_ATTRIBUTES = ('_lean', 'step_draws', '_verification', '_inside', 'has_run', 'forward')
+_ATTRIBUTES = frozenset(('_lean', 'step_draws', '_verification', '_inside', 'has_run', 'forward'))
 
 
 def _get_state(model):
     """Return the class of each module and the attributes that this package has set on it."""
-    return [
-        (module, type(module), {key: vars(module)[key] for key in _ATTRIBUTES if key in vars(module)})
-        for module in model.modules()
-    ]
+    state = []
+    for module in model.modules():
+        keys = _ATTRIBUTES.intersection(vars(module))
+        state.append((module, type(module), {key: vars(module)[key] for key in keys} if keys else {}))
+    return state
 
 
 def _restore_state(before):
@@ -112,6 +115,8 @@ def remove_lean(model: nn.Module) -> None:
 
 def _restore(model, modules):
     for module in modules:
+        if not isinstance(module, Mixin):
+            continue
         if isinstance(module, FirstPass):
             mix_out(module, FirstPass)
             vars(module).pop('_verification', None)
@@ -169,7 +174,7 @@ def _carry_out(model, settings, plan, chosen):
         else:
             take_over(module, mixin, place._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
         parameters = _nearest_parameters(model, name)
-        trains = not parameters or any(id(p) not in frozen for p in parameters)
+        trains = not parameters or not frozen.issuperset(map(id, parameters))
         (changed if trains else left)[name] = meaning if trains else 'frozen'
 
     for owner, kind, layers, ratios, _ in plan.backbones:
@@ -238,7 +243,7 @@ def _frozen_in_training(model):
     effects on the model are undone.
     """
     modes = [(module, module.training) for module in model.modules()]
-    needs = [(p, p.requires_grad) for p in model.parameters()]
+    before = [(p, p.requires_grad) for p in model.parameters()]
     try:
         for module in [m for m, _ in modes if '_freeze_stages' in dir(type(m)) or '_freeze_blocks' in dir(type(m))]:
             module.train()
@@ -246,8 +251,8 @@ def _frozen_in_training(model):
     finally:
         for module, mode in modes:
             module.training = mode
-        for p, needed in needs:
-            p.requires_grad_(needed)
+        for p, requires_grad in before:
+            p.requires_grad_(requires_grad)
 
 
 def _describe_change(settings, ratio, module, mixin):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .adapters import ADAPTERS, Bound, LeanBlock, LeanModule, adapter_of, bind
+from .adapters.base import adapter_of_class
 from .adapters.predicate import ask_once
 from .presets import Settings
 from .stochastic_backprop.config import SBPConfig
@@ -91,7 +92,7 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
     backbones = [layers for root in roots if (layers := _plan_backbone(root, settings, take, bounds))]
     others = []
     for module in chosen.values():
-        mixin = adapter_of(module)
+        mixin = adapter_of_class(type(module))
         if not mixin or issubclass(mixin, LeanBlock) or id(module) in taken or not mixin.applies_to(module):
             continue
         if mixin.thins_only and not mixin.token_ratio(settings):
@@ -159,7 +160,7 @@ def _plan_backbone(root, settings, take, bounds):
     if not layers:
         return None
     thins = settings.preset.form is not None and any(_thins(bounds[id(module)]) for module, _ in layers.values())
-    layers |= {key: found for key, found in kind.others(owner, settings).items() if take(*found)}
+    layers |= {key: other for key, other in kind.others(owner, settings).items() if take(*other)}
     ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
     thinned = {key for key, (module, _) in layers.items() if settings.preset.form and _thins(bounds[id(module)])}
     return PlannedBackbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned}, thins)
@@ -173,26 +174,30 @@ def _thins(bound):
 def _find_stages(root):
     """Return the stages of a model: for each parent module of blocks, the list of its blocks, in the model's order."""
     stages = []
+    classes = _block_classes(root)
     for parent in root.modules():
-        if blocks := [child for child in parent.children() if _is_block(child)]:
+        if parent._modules and (blocks := [child for child in parent.children() if type(child) in classes]):
             stages.append(blocks)
     return stages
 
 
-def _is_block(module):
-    return issubclass(adapter_of(module) or LeanModule, LeanBlock)
+def _block_classes(root):
+    """Return the classes of modules of a model whose adapters are those of blocks."""
+    kinds = {*map(type, root.modules())}
+    return {kind for kind in kinds if issubclass(adapter_of_class(kind) or LeanModule, LeanBlock)}
 
 
 def _find_backbone(root, stages):
     """Return the innermost module that holds all blocks and is neither a list nor in one: the backbone."""
-    number = sum(map(len, stages))
+    number, classes = sum(map(len, stages)), _block_classes(root)
     lists = [module for module in root.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     listed = {id(child) for module in lists for child in module}
-    holders = [
-        module
-        for module in root.modules()  # from the outside to the inside
-        if module not in lists and not _is_block(module) and sum(map(_is_block, module.modules())) == number
-    ]
+    holders = []
+    for module in root.modules():  # from the outside to the inside
+        if module not in lists and type(module) not in classes:
+            blocks = [inside for inside in module.modules() if type(inside) in classes]
+            if len(blocks) == number:
+                holders.append(module)
     return ([module for module in holders if id(module) not in listed] or holders or [root])[-1]
 
 

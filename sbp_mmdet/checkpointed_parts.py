@@ -136,22 +136,24 @@ def parts_to_checkpoint(
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
     """
-    parts = [found for detector in detectors(model).values() for found in _find_parts(detector)]
-    found = []
+    parts = [pair for detector in detectors(model).values() for pair in _find_parts(detector)]
+    chosen_parts = []
     if 'block' in kinds:  # first: a neck that holds a backbone is not recomputed whole, but block by block
-        found += [(block, CheckpointedPart) for block in model.modules() if _is_unchanged_block(block)]
-    blocks = {id(block) for block, _ in found}
+        chosen_parts += [(block, CheckpointedPart) for block in model.modules() if _is_unchanged_block(block)]
+    blocks = {id(block) for block, _ in chosen_parts}
     for kind, part in parts:
         if kind in kinds and blocks.isdisjoint(map(id, part.modules())):
-            found.append((part, _mixin(part)))
+            chosen_parts.append((part, _mixin(part)))
     if 'layer' in kinds:
-        found += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
+        chosen_parts += [(layer, mixin) for layer in model.modules() if (mixin := _mixin_of_layer(layer))]
     if chooses := [
         _LAYERED[kind] for kind in kinds if kind in _LAYERED
     ]:  # last: those in a head are recomputed with it
-        found += [(block, CheckpointedPart) for block in model.modules() if any(choose(block) for choose in chooses)]
+        chosen_parts += [
+            (block, CheckpointedPart) for block in model.modules() if any(choose(block) for choose in chooses)
+        ]
     taken = set()
-    for part, mixin in found:
+    for part, mixin in chosen_parts:
         trains = any(p.requires_grad for p in part.parameters())
         if mixin and id(part) in chosen and id(part) not in taken and trains and _may_run_twice(part):
             taken.update(map(id, part.modules()))  # modules inside are recomputed with it

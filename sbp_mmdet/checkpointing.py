@@ -53,8 +53,8 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
         new = [child for child in part._modules.values() if child is not None and child not in modules]
         modules.update(dict.fromkeys(new))
         left += new
-    found = ((part, name) for part in modules for name, tensor in part._buffers.items() if tensor is not None)
-    return [_Buffer(*place) for place in found]
+    places = ((part, name) for part in modules for name, tensor in part._buffers.items() if tensor is not None)
+    return [_Buffer(*place) for place in places]
 
 
 @contextlib.contextmanager

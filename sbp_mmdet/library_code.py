@@ -6,17 +6,19 @@ by name are checked: methods and properties of the class (``Conv2d._conv_forward
 its library, and those of ``torch.nn.functional``.
 """
 
+import contextlib
 import functools
 import itertools
 import operator
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ['LibraryCode', 'library_code', 'replaced_code']
+__all__ = ['LibraryCode', 'check_code_once', 'library_code', 'replaced_code']
 
 # Packages that build on one another: a class of one may use functions of another.
 _LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmseg', 'mmpose', 'mmrotate', 'mmyolo', 'sbp_mmdet')
@@ -41,7 +43,7 @@ class Functions:
         self._owners, self._names, self._values = [*zip(*places, strict=True)] or ((), (), ())
 
     def hold(self) -> bool:
-        """Return whether the same functions stand there now."""
+        """Return whether every place still has the function that it had when this object was made."""
         now = map(getattr, self._owners, self._names, itertools.repeat(None))
         return not any(map(operator.is_not, now, self._values))
 
@@ -60,11 +62,31 @@ class LibraryCode(NamedTuple):
     replaced: str | None
 
     def holds(self) -> bool:
-        """Return whether the same functions stand there now."""
+        """Return whether every place still has the function that it had when the code was searched."""
         return self.functions.hold()
 
 
-_found: dict[tuple[type, str], LibraryCode] = {}
+_library_code: dict[tuple[type, str], LibraryCode] = {}
+
+
+class _Checked(threading.local):
+    """Classes and methods whose code was found unchanged within :func:`check_code_once`, or ``None`` outside of it."""
+
+    keys: set[tuple[type, str]] | None = None
+
+
+_checked = _Checked()
+
+
+@contextlib.contextmanager
+def check_code_once() -> Iterator[None]:
+    """Check the code of each class once within the context, in which nobody may replace a function."""
+    outer = _checked.keys
+    _checked.keys = set() if outer is None else outer
+    try:
+        yield
+    finally:
+        _checked.keys = outer
 
 
 def library_code(kind: type, method: str = 'forward') -> LibraryCode:
@@ -74,9 +96,14 @@ def library_code(kind: type, method: str = 'forward') -> LibraryCode:
         kind (type): The class, without mixins of this package.
         method (str): Name of the method. Default: 'forward'.
     """
-    found = _found.get((kind, method))
+    key, checked = (kind, method), _checked.keys
+    if checked is not None and key in checked:
+        return _library_code[key]
+    found = _library_code.get(key)
     if found is None or not found.holds():
-        found = _found[kind, method] = _Search(kind).run(method)
+        found = _library_code[key] = _Search(kind).run(method)
+    if checked is not None:
+        checked.add(key)
     return found
 
 
@@ -98,7 +125,7 @@ class _Search:
     """
 
     def __init__(self, kind):
-        self.kind, self.functions, self.replaced, self._seen = kind, {}, None, set()
+        self.kind, self.functions, self.replaced, self._visited = kind, {}, None, set()
 
     def run(self, method) -> LibraryCode:
         for name in (method, *_CALL_METHODS):
@@ -107,15 +134,15 @@ class _Search:
         return LibraryCode(places, Functions(places), self.replaced)
 
     def _look_in_class(self, name):
-        """Look at a method or property, and at those of base classes, which ``super()`` finds."""
+        """Check a method or property of the class, and those of its base classes, which ``super()`` finds."""
         for owner in self.kind.__mro__[:-1]:
             member = vars(owner).get(name)
             if isinstance(member, classmethod) or (owner is nn.Module and name not in _CALL_METHODS):
                 continue
             function = _function_of(member)
-            if not _is_function(function) or (owner, name) in self._seen:
+            if not _is_function(function) or (owner, name) in self._visited:
                 continue
-            self._seen.add((owner, name))
+            self._visited.add((owner, name))
             for found_in in (self.kind, owner):  # a function that the class gets later hides that of its base
                 self.functions[found_in, name] = getattr(found_in, name, None)
             if not _is_written_in(function, owner, name):
@@ -142,9 +169,9 @@ class _Search:
     def _look_in_module(self, module, name, value, package):
         """Look at a function that one of a package uses."""
         function = _function_of(value)
-        if module is None or not _is_function(function) or (module, name) in self._seen:
+        if module is None or not _is_function(function) or (module, name) in self._visited:
             return
-        self._seen.add((module, name))
+        self._visited.add((module, name))
         self.functions[module, name] = value
         renamed = module.__name__ in _FUNCTIONS and _plain(getattr(value, '__name__', '')) != _plain(name)
         home = package if isinstance(function, BuiltinFunctionType) else _package(_get_module_name(function))

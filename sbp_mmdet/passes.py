@@ -5,6 +5,7 @@ like ``module(x)``, and a pass ends with the call even if an error is raised.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -177,14 +178,7 @@ class _Inside(NamedTuple):
         owns = [*map(vars, self.modules)]
         if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:
             return False
-        looked_at = [
-            'forward' in own
-            or own['_forward_hooks']
-            or own['_forward_pre_hooks']
-            or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
-            for own in owns
-        ]
-        return not any(looked_at) or not any(map(_is_touched, self.modules))
+        return not _any_touched(self.modules, owns)
 
 
 @uncompiled
@@ -196,18 +190,35 @@ def is_known_inside(root: nn.Module) -> bool:
     """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
-    found = vars(root).get('_inside')
-    if found is None or not found.unchanged(root):
+    snapshot = vars(root).get('_inside')
+    if snapshot is None or not snapshot.unchanged(root):
         root._inside = None
         inside = [m for m in root.modules() if m is not root]
-        kinds = {stock_class(kind) for kind in {type(m) for m in inside}}
-        if not all(map(_is_of_known_library, kinds)) or any(map(_is_touched, inside)):
+        kinds = {*map(stock_class, {*map(type, inside)})}
+        if not all([_has_known_name(kind) for kind in kinds]) or _any_touched(inside, map(vars, inside)):
             return False
         code = {id(code): code for code in map(library_code, kinds)}
+        if any([one.replaced for one in code.values()]):
+            return False
         children = [dict(m._modules) for m in inside]
         functions = Functions({place: None for one in code.values() for place in one.places})
         root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
     return True
+
+
+def _any_touched(modules, owns):
+    """Return whether a call of any module, given the attributes of each, runs more than the forward pass of its class.
+
+    This runs in each step, so modules are looked at one by one only if any of them has a hook or the like.
+    """
+    looked_at = [
+        'forward' in own
+        or own['_forward_hooks']
+        or own['_forward_pre_hooks']
+        or ('_compiled_call_impl' in own and own['_compiled_call_impl'] is not None)
+        for own in owns
+    ]
+    return any(looked_at) and any(map(_is_touched, modules))
 
 
 def _is_touched(module):
@@ -225,8 +236,10 @@ def of_known_library(module: nn.Module) -> bool:
     Args:
         module (nn.Module): The module.
     """
-    return _is_of_known_library(stock_class(type(module)))
+    kind = stock_class(type(module))
+    return _has_known_name(kind) and not replaced_code(kind)
 
 
-def _is_of_known_library(kind):
-    return f'{kind.__module__}.'.startswith(_KNOWN) and not replaced_code(kind)
+@functools.cache
+def _has_known_name(kind):
+    return f'{kind.__module__}.'.startswith(_KNOWN)

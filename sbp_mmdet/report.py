@@ -133,7 +133,8 @@ class SignsOfLife(Hook):
         findings = verify_changed(model, self.report, settings, run)
         conclude(model, self.report, settings, findings, 'LeanHook', say)
         if not findings.kinds and not findings.skipped:
-            say('LeanHook: no changed module ran in the first step, so nothing is saved', logging.WARNING)
+            text = f'none of {len(self.report.changed)} changed modules ran in the first step, so nothing is saved'
+            say(f'LeanHook: {text}; name the parts that the model calls in modules=[...]', logging.WARNING)
         ratio, scalars = self.keep_ratio(runner.model), {}
         if findings.kinds:
             scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}

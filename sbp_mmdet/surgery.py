@@ -108,14 +108,14 @@ def mix_into_known(model: nn.Module, mixin: type, is_known: Callable[[nn.Module]
     Returns:
         dict[str, nn.Module]: All modules that have the class now, by name; the model itself is 'the model'.
     """
-    found = {}
+    mixed = {}
     for name, module in model.named_modules():
         if not isinstance(module, mixin):
             if not is_known(module):
                 continue
             mix_in(module, mixin)
-        found[name or 'the model'] = module
-    return found
+        mixed[name or 'the model'] = module
+    return mixed
 
 
 def refuse_tracing(module: nn.Module, args) -> None:
@@ -162,6 +162,7 @@ def foreign_classes(kind: type) -> tuple[type, ...]:
     return kind, *derived
 
 
+@functools.cache
 def stock_class(kind: type) -> type:
     """Return a class without this package's mixins and without classes that were derived later, for example by FSDP.
 
@@ -194,6 +195,8 @@ def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> 
         module (nn.Module): The module, changed in place.
         mixin (type[Mixin] | tuple[type[Mixin], ...]): The class or a base class of it, or several.
     """
+    if not isinstance(module, mixin):
+        return
     kind, fronts, derived = _apart(type(module))
     kept = [front for front in fronts if not issubclass(front, mixin)]
     if kept != fronts:
@@ -217,14 +220,14 @@ def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.
         raise ValueError(f"modules={list(modules)} must name submodules of the model, such as 'neck'")
     for name in modules:
         try:
-            found = model.get_submodule(name)
+            module = model.get_submodule(name)
         except AttributeError:
             children = [child for child, _ in model.named_children()]
             raise ValueError(f'modules={list(modules)}: {name!r} does not exist; the model has {children}') from None
-        if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
-            yield from ((f'{name}.{key}', module) for key, module in found.named_children())
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f'{name}.{key}', member) for key, member in module.named_children())
         else:
-            yield name, found
+            yield name, module
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -245,12 +248,11 @@ def detectors(model: nn.Module) -> dict[str, nn.Module]:
         dict[str, nn.Module]: Detectors by name; the model itself has the name ''. Empty for a backbone.
     """
     model = unwrapped(model)
-    found = {}
+    outermost = {}
     for name, module in model.named_modules():  # the outer ones first; a backbone may be made of one
-        inside = any(not outer or name.startswith(f'{outer}.') for outer in found)
-        if 'backbone' in module._modules and not inside:
-            found[name] = module
-    return found
+        if 'backbone' in module._modules and not any(not outer or name.startswith(f'{outer}.') for outer in outermost):
+            outermost[name] = module
+    return outermost
 
 
 class ModelHook(Hook):

@@ -150,7 +150,7 @@ def get_kept_masks(model: nn.Module, x) -> dict:
     draws, masks = get_draws(model), {}
     with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer in draws.stages.keep_ratios():
-            size = draws.stages.sizes(*x.shape[-2:])[layer[0]]
+            size = draws.stages.sizes(*x.shape[-2:], layer[0])[-1]
             masks[layer] = torch.zeros(size, dtype=torch.bool)
             masks[layer].view(-1)[draws.positions(layer, masks[layer].numel()).keep.cpu()] = True
     return masks
@@ -206,7 +206,7 @@ def build_oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
     names = {id(module): name for name, module in lean.named_modules()}
     draws, prefix = get_draws(lean), getattr(lean, 'prefix', 0)
     rates, ratios = draws.stages.rates(), draws.stages.keep_ratios()
-    sizes = draws.stages.sizes(*x.shape[-2:])
+    sizes = draws.stages.sizes(*x.shape[-2:], 3)
     settings = draws.stages.settings
     with draws.latest_pass() if draws.stages.any_random() else contextlib.nullcontext():
         for layer, module in draws.stages.layers.items():

@@ -61,7 +61,7 @@ def simulate_gpu():
             yield mode
     finally:
         drivers[_CUDA] = before
-        for made in (window_layout, windows._scales, sign_bits._bytes_of_bits):
+        for made in (window_layout, windows._qkv_scales, sign_bits._bytes_of_bits):
             made.cache_clear()  # tensors of this mode
 
 
@@ -125,17 +125,6 @@ def _add(incoming, node, number, grad):
     grad = grad.sum_to_size(torch.Size(wanted.shape)).to(wanted.dtype)  # as the engine does
     grads = incoming.setdefault(node, [None] * len(node._input_metadata))
     grads[number] = grad if grads[number] is None else grads[number] + grad
-
-
-class _Numbers:
-    """A tensor on the CPU whose values are read."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def __getitem__(self, index):
-        with unset_fake_temporarily():
-            return int(self.tensor[index])
 
 
 def copy_to_gpu(mode: FakeTensorMode, tree):

@@ -182,7 +182,7 @@ FAULTS = {
         'deformable_attention:kernel_inputs', 't.key_padding_mask is not None', 'False', 'padded attention'
     ),
     'deformable: offsets': Fault(
-        'deformable_attention:_in_maps', 't.spatial_shapes.flip(1)', 't.spatial_shapes', 'attention'
+        'deformable_attention:_scale_offsets', 't.spatial_shapes.flip(1)', 't.spatial_shapes', 'attention'
     ),
     'deformable: gradient of the places': Fault(
         'deformable_attention:_images_backward',
@@ -248,7 +248,7 @@ FAULTS = {
     ),
     # CSP layers.
     'CSP: shortcut in the second run': Fault(
-        'csp_backward:CSPBackward._inputs',
+        'csp_backward:CSPBackward._block_inputs',
         'out.add_(past) if self._is_new(stop - 1) else out + past',
         'out',
         'CSP layer',
@@ -261,8 +261,8 @@ FAULTS = {
     ),
     'CSP: order of the halves': Fault(
         'csp_backward:CSPBackward._whole_backward',
-        'torch.cat((self._output(last - 1) if out is None else out, self._output(0)), 1)',
-        'torch.cat((self._output(0), self._output(last - 1) if out is None else out), 1)',
+        'torch.cat((self._layer_output(last - 1) if out is None else out, self._layer_output(0)), 1)',
+        'torch.cat((self._layer_output(0), self._layer_output(last - 1) if out is None else out), 1)',
         'CSP layer',
     ),
     'CSP: gradient of the halves': Fault(
@@ -281,9 +281,9 @@ FAULTS = {
         'CSP layer',
     ),
     'CSP: recomputed convolution': Fault(
-        'csp_backward:CSPBackward._inputs',
-        'self._output(i - 1) if i > start',
-        'self._output(start - 1) if i > start',
+        'csp_backward:CSPBackward._block_inputs',
+        'self._layer_output(i - 1) if i > start',
+        'self._layer_output(start - 1) if i > start',
         'CSP layer',
         'exact_min',
     ),

@@ -13,6 +13,7 @@ from oracles import assert_near, compute_gradients, compute_loss, random_images
 from torch import nn
 
 from sbp_mmdet import LeanHook, SBPConvNeXt, apply_lean, remove_lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.apply import keep_ratios
 from sbp_mmdet.checkpointing import Checkpointed, checkpoint_modules
 from sbp_mmdet.models import lean_backbone as lean_models
@@ -111,6 +112,16 @@ def test_changed_anew_and_back():
     remove_lean(model)
     apply_lean(model, 'sbp')
     assert not apply_lean(model, 'none').changed and is_plain(model)
+
+
+def test_a_first_step_uses_what_was_bound():
+    """A changed module gets an attribute, which is no change of the module."""
+    model = build('stock Swin')
+    model.train()
+    apply_lean(model, verify=False)
+    before = {name: m._lean.bound for name, m in model.named_modules() if isinstance(m, LeanModule)}
+    compute_loss(model(random_images(1, 64, 64))).backward()
+    assert all(model.get_submodule(name)._lean.bound is bound for name, bound in before.items())
 
 
 def test_some_modules():

@@ -4,14 +4,18 @@ import copy
 
 import pytest
 import torch
-import torch.utils.checkpoint as cp
 from cases import count_model_bytes, make_lean_copy
 from conv_models import randomize_norms
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones.darknet import Darknet
 from mmdet.models.layers import CSPLayer
 from mmdet.models.layers.csp_layer import CSPNeXtBlock, DarknetBottleneck
-from test_residual_chain import assert_plain, compute_gradients, largest_difference
+from test_residual_chain import (
+    assert_plain,
+    assert_right_in_unusual_passes,
+    compute_gradients,
+    largest_difference,
+)
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -160,21 +164,7 @@ def test_requires_grad_changes_between_steps(norm_eval, preset):
 def test_two_passes_a_retained_graph_and_a_checkpoint(preset):
     plain = build_layer(channel_attention=True, **NEXT)
     lean = make_lean_copy(plain, preset)
-    first, second = random_map(), random_map((5, 30))
-
-    def twice(model, x):
-        return torch.cat([model(x).flatten(), model(second).flatten()])
-
-    actual, expected = (compute_gradients(m, first, lambda x, m=m: twice(m, x)) for m in (lean, plain))
-    assert largest_difference(actual[1], expected[1]) < 1e-11
-    out = lean(first).sin().sum()
-    for _ in range(2):
-        lean.zero_grad()
-        out.backward(retain_graph=True)
-        once = {name: p.grad.clone() for name, p in lean.named_parameters()}
-    assert largest_difference(once, compute_gradients(plain, first, needs_x=False)[1]) < 1e-11
-    actual = compute_gradients(lean, first, lambda x: cp.checkpoint(lean, x, use_reentrant=False))
-    assert largest_difference(actual[1], compute_gradients(plain, first)[1]) < 1e-11
+    assert_right_in_unusual_passes(lean, plain, random_map(), random_map((5, 30)))
 
 
 def test_a_second_derivative_is_an_error():

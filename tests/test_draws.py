@@ -64,7 +64,7 @@ def test_all_tokens_of_a_vit_and_all_blocks_of_a_stage_share_their_positions(fam
     model = build(family, RANDOM)
     model(random_images(1, 64, 64))
     found = get_draws(model)
-    lengths = {stage: height * width for stage, (height, width) in enumerate(found.stages.sizes(64, 64))}
+    lengths = {stage: height * width for stage, (height, width) in enumerate(found.stages.sizes(64, 64, 3))}
     with found.latest_pass():
         own = {key: found.positions(key, lengths[key[0]]) for key in found.stages.keep_ratios()}
     assert all(

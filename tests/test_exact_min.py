@@ -14,7 +14,7 @@ from torch import nn
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.models.vit import SBPViT
 from sbp_mmdet.plan.memory import SavedByPart
-from sbp_mmdet.plan.variants import everything_checkpointed, load_config
+from sbp_mmdet.plan.variants import checkpoint_everything, load_config
 
 CHANNELS, NUMBER = [8, 16, 32], 3
 NECKS = {
@@ -311,7 +311,7 @@ def test_only_what_modules_names():
     ],
 )
 def test_what_checkpoints_of_everything_are(config, expected):
-    assert everything_checkpointed(load_config(f'mmdet::{config}')) == expected
+    assert checkpoint_everything(load_config(f'mmdet::{config}')) == expected
 
 
 def test_blocks_that_run_their_own_code_are_recomputed():

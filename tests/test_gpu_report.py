@@ -16,7 +16,7 @@ import gpu_parts
 import gpu_report
 import gpu_worker
 from gpu_parts import Part
-from gpu_rows import lines_of, rows_of
+from gpu_rows import lines_of, read_rows
 from gpu_trials import Trial
 from memory_overview import DETECTORS
 from tables import append_line
@@ -82,7 +82,7 @@ def test_whatever_ends_a_process_is_a_row_and_the_others_are_measured(report, tm
         'none int8 killed sbp',
         'none sbp',
     ]
-    rows, begun = rows_of(parts[0], tmp_path / 'out')
+    rows, begun = read_rows(parts[0], tmp_path / 'out')
     assert {row['preset']: row.get('reason', row.get('seconds')) for row in rows.values()} == dict(
         dict.fromkeys(('none', 'exact', 'int8', 'sbp'), 0.5),
         raises='a bug',
@@ -126,9 +126,9 @@ def test_what_was_ended_with_the_report_is_tried_once_more(report, tmp_path):
 def test_the_end_of_the_report_is_no_fault_of_a_row(report, tmp_path):
     parts = [make_part(presets=('none', 'hangs'), seconds=1.5)]
     report(parts, '--minutes', str(2.5 / 60))
-    assert rows_of(parts[0], tmp_path / 'out')[1]['a trial/hangs'] == 1
+    assert read_rows(parts[0], tmp_path / 'out')[1]['a trial/hangs'] == 1
     assert report(parts) == ['none hangs']
-    assert rows_of(parts[0], tmp_path / 'out')[0]['a trial/hangs']['reason'] == 'its process ended: too long'
+    assert read_rows(parts[0], tmp_path / 'out')[0]['a trial/hangs']['reason'] == 'its process ended: too long'
 
 
 def test_what_the_end_would_cut_is_left_to_the_next_call(report, tmp_path, capsys):
@@ -272,7 +272,7 @@ def test_rehearsal(tmp_path):
     states = {line['part']: line['state'] for line in lines_of(tmp_path / 'states.jsonl')}
     assert states == dict.fromkeys([p.name for p in parts], 'done')
     for p in parts:
-        rows, begun = rows_of(p, tmp_path)
+        rows, begun = read_rows(p, tmp_path)
         assert [*rows] == [*p.rows] and not begun
         assert not [row for row in rows.values() if 'reason' in row]
     page = (tmp_path / 'report.md').read_text()

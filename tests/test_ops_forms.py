@@ -29,7 +29,7 @@ from ops_cases import (
 )
 from oracles import assert_near, relative_error
 
-from sbp_mmdet.ops.attention_reference import _with_map
+from sbp_mmdet.ops.attention_reference import _attend
 from sbp_mmdet.ops.common import precision as precision
 from sbp_mmdet.ops.common.flash import attend
 from sbp_mmdet.ops.common.precision import store
@@ -279,7 +279,7 @@ def test_eq12():
 
     def numbers(queries, keys, others=None):
         leaves = [t[:, :, :count].clone().requires_grad_() for t, count in ((q, queries), (k, keys), (v, keys))]
-        return count_stored_bytes(lambda: _with_map(*leaves, others), []) / 4
+        return count_stored_bytes(lambda: _attend(*leaves, others), []) / 4
 
     whole = numbers(n, n)
     assert whole == 3 * h * d * n + 2 * h * n * n + h * n  # and the log-sum-exp

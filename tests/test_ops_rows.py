@@ -113,12 +113,12 @@ def test_chunks(images, each):
     whole = tokens.reshape(-1, 2)
     places = [numbers_of(chunk, each) for chunk in parts]
     assert sum(places, []) == list(range(images * each))
-    sizes = [len(chunk.rows_of(tokens)) for chunk in parts]
+    sizes = [len(chunk.take_rows(tokens)) for chunk in parts]
     assert all(size <= 8 for size in sizes) and (not sizes or max(sizes) - min(sizes) <= max(each, len(sizes)))
     copy = torch.zeros_like(whole).view(images, each, 2)
     for chunk, place in zip(parts, places, strict=True):
-        assert torch.equal(chunk.rows_of(tokens), whole[place])
-        assert torch.equal(chunk.rows_of(tokens.flip(1), torch.arange(each).flip(0)), whole[place])
+        assert torch.equal(chunk.take_rows(tokens), whole[place])
+        assert torch.equal(chunk.take_rows(tokens.flip(1), torch.arange(each).flip(0)), whole[place])
         chunk.put_(copy, whole[place])
     assert torch.equal(copy, tokens)
 
@@ -144,9 +144,9 @@ def test_a_chunk_of_every_other_row():
     some = Chunk(slice(0, 3, 2), slice(1, 5, 3))
     x = torch.arange(15).view(3, 5, 1)
     assert some.num_images == 2
-    assert some.rows_of(x).flatten().tolist() == [1, 4, 11, 14]
+    assert some.take_rows(x).flatten().tolist() == [1, 4, 11, 14]
     backwards = torch.arange(5).flip(0)
-    assert some.rows_of(x, backwards).flatten().tolist() == [3, 0, 13, 10]
+    assert some.take_rows(x, backwards).flatten().tolist() == [3, 0, 13, 10]
     out = torch.zeros_like(x)
     some.put_(out, torch.tensor([[7], [8], [9], [6]]), backwards)
     assert out[:, :, 0].tolist() == [[8, 0, 0, 7, 0], [0] * 5, [6, 0, 0, 9, 0]]

@@ -6,7 +6,7 @@ import pytest
 from mmengine.config import Config
 
 from sbp_mmdet.plan import command
-from sbp_mmdet.plan.batch_size import LARGEST, BatchRow, largest_batch, largest_batches, learning_rate
+from sbp_mmdet.plan.batch_size import LARGEST, BatchRow, find_largest_batch, find_largest_batches, learning_rate
 from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
 
 GB = 10**9
@@ -32,7 +32,7 @@ def test_largest_batch(need, budget):
         asked.append(images)
         return need(images)
 
-    images, said = largest_batch(once, budget * GB)
+    images, said = find_largest_batch(once, budget * GB)
     if not images:
         assert need(1) > budget * GB
         return
@@ -46,10 +46,10 @@ def test_where_counts_lie_on_a_line_one_image_more_is_not_counted():
         return GB + images * GB // 2
 
     counted = {}
-    assert largest_batch(need, 24 * GB + GB // 4, counted)[0] == 46 and max(counted) == 46
+    assert find_largest_batch(need, 24 * GB + GB // 4, counted)[0] == 46 and max(counted) == 46
     # Another card's counts serve as well: the answer is counted, and nothing else.
     before = set(counted)
-    assert largest_batch(need, 12 * GB + GB // 4, counted) == (22, 12 * GB)
+    assert find_largest_batch(need, 12 * GB + GB // 4, counted) == (22, 12 * GB)
     assert set(counted) - before == {22}
 
 
@@ -61,13 +61,13 @@ def test_a_line_is_not_extended_far():
         asked.append(images)
         return max(10 * GB + images * GB // 100, images * GB)
 
-    assert largest_batch(need, 11 * GB)[0] == 11
+    assert find_largest_batch(need, 11 * GB)[0] == 11
     assert asked[:3] == [1, 2, 8] and max(asked) <= 32
 
 
 def test_no_more_than_anybody_asks_for():
-    assert largest_batch(lambda images: images, GB) == (LARGEST, LARGEST)
-    assert largest_batch(lambda images: 2, 1) == (0, 2)
+    assert find_largest_batch(lambda images: images, GB) == (LARGEST, LARGEST)
+    assert find_largest_batch(lambda images: 2, 1) == (0, 2)
 
 
 def test_a_model_that_cannot_run_one_image():
@@ -78,10 +78,10 @@ def test_a_model_that_cannot_run_one_image():
             raise ValueError('Expected more than 1 value per channel when training')
         return images * GB
 
-    assert largest_batch(need, 9 * GB) == (9, 9 * GB)
-    assert largest_batch(need, GB) == (0, 2 * GB)
+    assert find_largest_batch(need, 9 * GB) == (9, 9 * GB)
+    assert find_largest_batch(need, GB) == (0, 2 * GB)
     with pytest.raises(ZeroDivisionError):
-        largest_batch(lambda images: images / 0, GB)
+        find_largest_batch(lambda images: images / 0, GB)
 
 
 def _config(**keys):
@@ -99,7 +99,7 @@ def test_rows_and_lines():
 
     budget = int(8 * GB * (1 + MARGIN) + WORKSPACES + CONTEXT)
     config = _config(auto_scale_lr=dict(base_batch_size=16))
-    rows = largest_batches(config, budget, measure, ('none', 'exact', 'int8'), gpus=1)
+    rows = find_largest_batches(config, budget, measure, ('none', 'exact', 'int8'), gpus=1)
     assert [(row.variant, row.gradients, row.images) for row in rows] == [
         ('none', 'exact', 4),
         ('exact', 'exact', 8),
@@ -108,7 +108,7 @@ def test_rows_and_lines():
         ('exact+amp', 'exact, fp16', 16),
     ]
     assert [row.learning_rate for row in rows] == pytest.approx([0.005, 0.01, 0.02, 0.01, 0.02])
-    more = largest_batches(config, budget + GB + GB // 10, measure, ('none',), gpus=8)
+    more = find_largest_batches(config, budget + GB + GB // 10, measure, ('none',), gpus=8)
     assert more[0].images == 4 and more[0].learning_rate == pytest.approx(0.02 * 32 / 16)
     assert learning_rate(_config(), 4) is None
 
@@ -119,8 +119,8 @@ def test_the_command(monkeypatch, capsys):
         BatchRow('exact_min', 'exact', 1, 5 * GB, 0.00125),
         BatchRow('int8', 'int8', 2, 6 * GB, 0.0025),
     ]
-    monkeypatch.setattr(command, 'largest_batches', lambda *args, **keys: rows)
-    monkeypatch.setattr(command, 'presets_for', lambda base: ['none'])
+    monkeypatch.setattr(command, 'find_largest_batches', lambda *args, **keys: rows)
+    monkeypatch.setattr(command, 'list_presets', lambda base: ['none'])
     command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333', '--json'])
     results = json.loads(capsys.readouterr().out)
     assert results['answer'] == 'exact_min' and results['rows'][2]['images'] == 2
@@ -128,7 +128,7 @@ def test_the_command(monkeypatch, capsys):
     page = capsys.readouterr().out
     assert 'none fits' in page and '0.00125' in page and 'accumulative_counts=2' in page
     assert "dict(type='LeanHook', preset='exact_min')" in page and 'batch_size=1' in page
-    monkeypatch.setattr(command, 'largest_batches', lambda *args, **keys: rows[:1])
+    monkeypatch.setattr(command, 'find_largest_batches', lambda *args, **keys: rows[:1])
     with pytest.raises(SystemExit):
         command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
     assert 'Not even one image fits' in capsys.readouterr().out

@@ -12,7 +12,7 @@ from mmengine.logging import MMLogger
 
 from sbp_mmdet.plan import command, counts, planner
 from sbp_mmdet.plan.inputs import Inputs
-from sbp_mmdet.plan.planner import Row, answer, needed, parse_bytes, parse_size, plan
+from sbp_mmdet.plan.planner import Row, choose_row, count_needed_bytes, parse_bytes, parse_size, plan
 from sbp_mmdet.plan.variants import load_config, plain
 
 FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
@@ -52,9 +52,9 @@ def test_budgets_and_sizes():
 
 def test_need_is_the_peak_with_margin_and_context():
     row = _count_of_variant(GB, GB // 2)
-    assert needed(row) == 1_700_000_000 and needed(row, ddp=True) == 2_250_000_000
+    assert count_needed_bytes(row) == 1_700_000_000 and count_needed_bytes(row, ddp=True) == 2_250_000_000
     row = _count_of_variant(GB, 0, gaps=GB // 10)  # the margin is one of what is allocated
-    assert needed(row) == 1_800_000_000 and needed(row, held_by='expandable') == 1_700_000_000
+    assert count_needed_bytes(row) == 1_800_000_000 and count_needed_bytes(row, held_by='expandable') == 1_700_000_000
 
 
 def run_plan(budget, peaks, path=FRCNN, presets=ALL, **options):
@@ -88,15 +88,15 @@ def test_for_each_preset_the_cheapest_that_fits():
         ('sbp' + most, False),
     ]
     assert len(seen) == len(set(seen))
-    assert answer(rows).variant == 'exact_min'
+    assert choose_row(rows).variant == 'exact_min'
     assert rows[3] == Row('exact_min', 'exact', 5 * GB, True, 4 * GB, 8 * GB, 5 * GB)
 
 
 def test_with_cp_is_the_answer_where_nothing_else_is_exact():
-    assert answer(run_plan(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
-    assert answer(run_plan(6, {'with_cp': 1, 'exact_min': 2})[2]).variant == 'exact_min'
-    assert answer(run_plan(6, {'int8': 2})[2]).variant == 'int8'
-    assert answer(run_plan(6, {})[2]) is None
+    assert choose_row(run_plan(6, {'with_cp': 1, 'int8': 2})[2]).variant == 'with_cp'
+    assert choose_row(run_plan(6, {'with_cp': 1, 'exact_min': 2})[2]).variant == 'exact_min'
+    assert choose_row(run_plan(6, {'int8': 2})[2]).variant == 'int8'
+    assert choose_row(run_plan(6, {})[2]) is None
 
 
 def test_presets_that_do_not_apply_are_left_out():
@@ -118,13 +118,13 @@ def test_a_config_in_full_precision_is_counted_in_mixed_precision(peaks, shown):
     exact = ('none', 'exact', 'exact_min')
     fits, _, rows = run_plan(6, peaks, presets=exact)
     assert [*fits][3:] == [shown] and rows[-1].gradients == 'exact, fp16'
-    assert fits[shown] == (answer(rows) is not None)
+    assert fits[shown] == (choose_row(rows) is not None)
     assert [*run_plan(6, peaks, STOCK_T, exact)[0]] == [*exact]  # it is in mixed precision
 
 
 def test_pieces_in_the_middle_may_fit_where_all_of_them_do_not():
     fits, _, rows = run_plan(6, {'int8+cp-heads': 4}, presets=('none', 'int8'))
-    assert fits['int8+cp-heads'] and answer(rows).variant == 'int8+cp-heads'
+    assert fits['int8+cp-heads'] and choose_row(rows).variant == 'int8+cp-heads'
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def planning(monkeypatch):
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     monkeypatch.setattr(counts, 'build_detector', lambda config, device: (None, None))
-    monkeypatch.setattr(counts, 'presets_of', lambda model: dict.fromkeys(ALL) | {'sbp': 'has no blocks'})
+    monkeypatch.setattr(counts, 'find_presets', lambda model: dict.fromkeys(ALL) | {'sbp': 'has no blocks'})
     return SimpleNamespace(peaks=peaks, hooks=hooks)
 
 
@@ -214,8 +214,8 @@ def test_what_the_run_needs_beside_its_steps(planning, capsys):
 
 def test_images_without_boxes_have_none(planning, capsys, monkeypatch):
     planning.peaks.update(none=1)
-    inputs = Inputs(2, 64, 64, False, False, 'as told', boxes=0)
-    monkeypatch.setattr(command, 'inputs_of', lambda *args, **kwargs: inputs)
+    inputs = Inputs(2, 64, 64, False, False, 'as given', boxes=0)
+    monkeypatch.setattr(command, 'find_training_inputs', lambda *args, **kwargs: inputs)
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     assert '64 x 64 with 0 boxes each' in capsys.readouterr().out
 

@@ -21,7 +21,7 @@ from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_detector
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
-from sbp_mmdet.plan.variants import NotApplicable, load_config, plain, presets_of, with_variant
+from sbp_mmdet.plan.variants import NotApplicable, find_presets, load_config, plain, with_variant
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
@@ -287,7 +287,7 @@ def test_presets_that_apply_are_tried_on_the_model(atto):
     for config, thinned in ((atto, True), (stock, False)):
         model, _ = build_detector(config, 'cpu')
         before = look(model)
-        reasons = presets_of(model)
+        reasons = find_presets(model)
         assert look(model) == before
         assert {name for name, reason in reasons.items() if reason} == (set() if thinned else {*THINNING, 'sampled'})
         assert thinned or 'drops positions' in reasons['sbp']

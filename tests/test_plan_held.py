@@ -124,7 +124,7 @@ def test_a_strategy_is_refused_in_a_line(verb, key, kind, tmp_path, capsys):
 @pytest.mark.parametrize('kind', ['DDPStrategy', 'SingleDeviceStrategy'])
 def test_with_other_strategies_each_gpu_holds_all(kind, tmp_path, monkeypatch):
     (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\nstrategy = dict(type='{kind}')\n")
-    monkeypatch.setattr(command, 'inputs_of', lambda *args, **kwargs: 1 / 0)  # what comes next
+    monkeypatch.setattr(command, 'find_training_inputs', lambda *args, **kwargs: 1 / 0)  # what comes next
     with pytest.raises(ZeroDivisionError):
         command.main(['plan', str(tmp_path / 'a.py'), '--budget', '8GiB'])
 

@@ -3,8 +3,8 @@
 import pytest
 from mmengine.config import Config
 
-from sbp_mmdet.plan.inputs import DEFAULT_SIZE, crowded, inputs_of
-from sbp_mmdet.plan.variants import NotApplicable, load_config, piece_change
+from sbp_mmdet.plan.inputs import DEFAULT_SIZE, count_crowded_boxes, find_training_inputs
+from sbp_mmdet.plan.variants import NotApplicable, find_piece_changes, load_config
 
 # Of the installed mmdet: batch, height, width, masks, semantic map; as their pipelines and authors say. A size is of
 # the largest batch, within a twentieth: it may lie either way.
@@ -20,7 +20,7 @@ STOCK = {
 
 @pytest.mark.parametrize('name', STOCK)
 def test_stock_configs(name):
-    inputs = inputs_of(load_config(f'mmdet::{name}'))
+    inputs = find_training_inputs(load_config(f'mmdet::{name}'))
     batch, height, width, *labels = STOCK[name]
     assert (inputs.batch, inputs.masks, inputs.semantic) == (batch, *labels)
     assert inputs.height * inputs.width == pytest.approx(height * width, rel=0.05)
@@ -28,15 +28,15 @@ def test_stock_configs(name):
 
 
 def test_crowded_batches_have_fewer_boxes_an_image_the_larger_they_are():
-    boxes = [crowded(2**i) for i in range(12)]
+    boxes = [count_crowded_boxes(2**i) for i in range(12)]
     assert boxes == sorted(boxes, reverse=True) and boxes[1] == 60
     assert boxes[0] <= 93 and boxes[-1] == pytest.approx(7.3, abs=2)  # COCO's largest number, and its mean
 
 
 def test_what_is_told_counts():
-    inputs = inputs_of(load_config('mmdet::ssd/ssd300_coco.py'), batch=1, size=(32, 64))
-    assert inputs[:3] == (1, 32, 64) and inputs.source == 'as told'
-    inputs = inputs_of(Config(dict(model={})))
+    inputs = find_training_inputs(load_config('mmdet::ssd/ssd300_coco.py'), batch=1, size=(32, 64))
+    assert inputs[:3] == (1, 32, 64) and inputs.source == 'as given'
+    inputs = find_training_inputs(Config(dict(model={})))
     assert inputs[:3] == (2, *DEFAULT_SIZE) and inputs.source.count('not in the config') == 2
 
 
@@ -48,8 +48,8 @@ def test_transformers_of_a_detector():
             'panoptic_head.transformer_decoder.layers',
         ],
     }.items():
-        (hook,) = piece_change(load_config(f'mmdet::{name}'), ['cp-transformer'])['custom_hooks']
+        (hook,) = find_piece_changes(load_config(f'mmdet::{name}'), ['cp-transformer'])['custom_hooks']
         assert hook == dict(type='CheckpointModulesHook', modules=modules)
     stock = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
     with pytest.raises(NotApplicable, match='cp-transformer: the model has no such modules'):
-        piece_change(stock, ['cp-transformer'])
+        find_piece_changes(stock, ['cp-transformer'])

@@ -5,7 +5,7 @@ import torch
 
 from sbp_mmdet.plan.caching_allocator import CachingAllocator, replay
 from sbp_mmdet.plan.memory import LiveBytes
-from sbp_mmdet.plan.reserved import reserved_bytes, scaled
+from sbp_mmdet.plan.reserved import reserved_bytes, scale_events
 
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def test_a_record_says_what_was_made_and_freed():
 
 def test_maps_shrink_with_the_images_and_gradients_do_not():
     events = [(0, 8 * MIB), (1, 6 * MIB), (2, 100), (0, 0)]
-    assert scaled(events, 0.25, frozenset([6 * MIB])) == [(0, 2 * MIB), (1, 6 * MIB), (2, 100), (0, 0)]
+    assert scale_events(events, 0.25, frozenset([6 * MIB])) == [(0, 2 * MIB), (1, 6 * MIB), (2, 100), (0, 0)]
 
 
 def test_images_of_one_size_and_of_several():

@@ -10,8 +10,8 @@ from PIL import Image
 from test_plan_sizes import coco, config_of
 from torch.utils.data import BatchSampler, Sampler
 
-from sbp_mmdet.plan.inputs import inputs_of
-from sbp_mmdet.plan.pipeline import samples_of
+from sbp_mmdet.plan.inputs import find_training_inputs
+from sbp_mmdet.plan.pipeline import sample_pipeline
 
 # Neighbours are alike, so that a fixed order gives small batches: any two of them would need 120 x 120.
 SHAPES = [(40, 120), (50, 120), (120, 40), (120, 50)]
@@ -76,7 +76,7 @@ def test_as_large_as_those_of_the_loader(name, tmp_path):
             if number > 20:
                 break
         epoch += 1
-    found = inputs_of(config)
+    found = find_training_inputs(config)
     most = max(real)[0]
     assert (most, found.batch, found.height, found.width) in real
 
@@ -85,22 +85,22 @@ def test_a_sampler_that_cannot_run_is_a_line(tmp_path):
     config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
     config.train_dataloader.sampler = dict(type='FirstImages')
     with pytest.raises(ValueError, match="its sampler cannot be run here .*'first'"):
-        inputs_of(config)
+        find_training_inputs(config)
     config.train_dataloader.sampler = dict(type='FirstImages', first=0)
     with pytest.raises(ValueError, match='it gives no batch'):
-        inputs_of(config)
+        find_training_inputs(config)
 
 
 def test_samplers_of_other_processes_are_not_run(tmp_path):
     config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
     config.train_dataloader.sampler = FIXED
-    assert inputs_of(config, processes=2)[1:3] == (120, 120)
+    assert find_training_inputs(config, processes=2)[1:3] == (120, 120)
 
 
 def test_images_of_a_small_set_come_twice(tmp_path):
     config = config_of(coco(tmp_path, [(40, 120)], boxes=4), [], sampler=None)  # of the second image, one more
     config.train_dataloader.sampler = dict(type='InfiniteSampler', shuffle=True)
-    assert inputs_of(config).boxes == 4
+    assert find_training_inputs(config).boxes == 4
 
 
 def test_a_slice_of_a_data_set(tmp_path):
@@ -110,8 +110,8 @@ def test_a_slice_of_a_data_set(tmp_path):
     config.train_dataloader.num_batch_per_epoch = 1
     init_default_scope('mmdet')
     dataset = Runner.build_dataloader(config.train_dataloader).dataset
-    assert sorted(set(samples_of(dataset, config).images)) == [0, 1]
-    assert inputs_of(config, dataset=dataset)[1:3] == (50, 120)
+    assert sorted(set(sample_pipeline(dataset, config).images)) == [0, 1]
+    assert find_training_inputs(config, dataset=dataset)[1:3] == (50, 120)
 
 
 @pytest.mark.parametrize('kind', ['rotated', 'larger'])
@@ -126,4 +126,4 @@ def test_a_single_file_of_another_size_than_its_annotations(kind, tmp_path):
         exif[0x0112] = 6  # the camera was held upright
         Image.new('RGB', (120, 40)).save(folder / '4.png', format='JPEG', exif=exif)
         wanted = (120, 120)
-    assert inputs_of(config_of(folder, [], sampler=None))[1:3] == wanted
+    assert find_training_inputs(config_of(folder, [], sampler=None))[1:3] == wanted

@@ -14,8 +14,8 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 
-from sbp_mmdet.plan.inputs import inputs_of
-from sbp_mmdet.plan.pipeline import data_set_of, samples_of
+from sbp_mmdet.plan.inputs import find_training_inputs
+from sbp_mmdet.plan.pipeline import build_train_dataset, sample_pipeline
 
 import pipeline_sizes  # isort: skip  (helpers puts research/ on the path)
 
@@ -128,7 +128,7 @@ CASES = {
 @pytest.mark.parametrize('name', CASES)
 def test_as_large_as_those_of_the_loader(pictures, name):
     config = config_of(pictures, CASES[name])
-    inputs = inputs_of(config)
+    inputs = find_training_inputs(config)
     real = largest_real(config, 100)
     assert 0.97 * real <= 2 * inputs.height * inputs.width <= 1.25 * real, (inputs[:3], real / 2)
     pixels = [height * width for height, width in ((inputs.height, inputs.width), inputs.rare, inputs.usual)]
@@ -140,36 +140,37 @@ def test_sizes_behind_the_switch_of_the_last_epochs(pictures):
     """Batches are mosaics of 24 x 24, and single images when a hook makes the data set skip the mosaic."""
     steps = [dict(type='Mosaic', img_scale=(24, 24)), dict(type='RandomAffine', border=(-12, -12))]
     config = config_of(pictures, steps, sampler=None)
-    assert inputs_of(config)[1:3] == (24, 24)
+    assert find_training_inputs(config)[1:3] == (24, 24)
     config.custom_hooks = [dict(type='YOLOXModeSwitchHook')]
-    assert inputs_of(config)[1:3] == (100, 100)
+    assert find_training_inputs(config)[1:3] == (100, 100)
     config.custom_hooks = [dict(type='YOLOXModeSwitchHook', skip_type_keys=('MixUp',))]
-    assert inputs_of(config)[1:3] == (24, 24)
+    assert find_training_inputs(config)[1:3] == (24, 24)
 
 
 def test_square_images_are_not_padded_to_what_they_are_not(tmp_path):
     config = config_of(coco(tmp_path, [(64, 64)] * 4), [RESIZE])
-    assert inputs_of(config)[1:3] == (80, 80)
+    assert find_training_inputs(config)[1:3] == (80, 80)
 
 
 def test_the_remainders_of_an_epoch_share_a_batch(tmp_path):
     """With three landscape and three portrait images, each epoch ends with one of both."""
     folder = coco(tmp_path, [(80, 133)] * 3 + [(133, 80)] * 3)
-    assert inputs_of(config_of(folder, []))[1:3] == (133, 133)
+    assert find_training_inputs(config_of(folder, []))[1:3] == (133, 133)
     even = config_of(folder, [])
     even.train_dataloader.dataset.indices = [0, 1, 3, 4]  # nothing remains, unless processes share them by chance
-    assert sorted(inputs_of(even)[1:3]) == [80, 133] and inputs_of(even, processes=2)[1:3] == (133, 133)
+    assert sorted(find_training_inputs(even)[1:3]) == [80, 133]
+    assert find_training_inputs(even, processes=2)[1:3] == (133, 133)
     config = config_of(folder, [])
     config.train_dataloader.sampler.type = 'InfiniteSampler'  # its epoch has no end
-    assert sorted(inputs_of(config)[1:3]) == [80, 133]
-    assert inputs_of(config_of(folder, [], sampler=None))[1:3] == (133, 133)
+    assert sorted(find_training_inputs(config)[1:3]) == [80, 133]
+    assert find_training_inputs(config_of(folder, [], sampler=None))[1:3] == (133, 133)
 
 
 def test_a_data_set_without_images_is_called_one(tmp_path):
     config = config_of(coco(tmp_path, [(48, 64)]), [RESIZE])
     config.train_dataloader.dataset.filter_cfg = dict(min_size=1000)
     with pytest.raises(ValueError, match='it has no image; look at ann_file.*metainfo.*filter_cfg'):
-        inputs_of(config)
+        find_training_inputs(config)
 
 
 def test_wrappers_in_wrappers_need_no_data(tmp_path):
@@ -178,20 +179,20 @@ def test_wrappers_in_wrappers_need_no_data(tmp_path):
     one = config.train_dataloader.dataset
     both = dict(type='ConcatDataset', datasets=[dict(type='RepeatDataset', times=2, dataset=one), one])
     config.train_dataloader.dataset = dict(type='RepeatDataset', times=3, dataset=both)
-    inputs = inputs_of(config)
+    inputs = find_training_inputs(config)
     assert inputs[1:3] == (133, 133) and "COCO's" in inputs.source
 
 
 def test_channels_are_those_of_the_pictures(tmp_path):
     folder = coco(tmp_path, [(48, 64)], channels=4)
     load = [dict(type='LoadImageFromFile', color_type='unchanged'), LOAD[1]]
-    assert inputs_of(config_of(folder, [RESIZE], load)).channels == 4
-    assert inputs_of(config_of(folder, [RESIZE])).channels == 3
+    assert find_training_inputs(config_of(folder, [RESIZE], load)).channels == 4
+    assert find_training_inputs(config_of(folder, [RESIZE])).channels == 3
 
 
 def test_masks_need_not_be_bitmaps(pictures):
     load = [LOAD[0], dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
-    inputs = inputs_of(config_of(pictures, [CHOICE, CROP], load))
+    inputs = find_training_inputs(config_of(pictures, [CHOICE, CROP], load))
     assert inputs.masks and max(inputs[1:3]) <= 60
 
 
@@ -203,7 +204,7 @@ def test_polygons_in_larger_images(pictures):
         dict(type='RandomCrop', crop_size=(60, 60)),
     ]
     config = config_of(pictures, steps, load)
-    inputs, real = inputs_of(config), largest_real(config, 100)
+    inputs, real = find_training_inputs(config), largest_real(config, 100)
     assert inputs.masks and 0.97 * real <= 2 * inputs.height * inputs.width <= 1.25 * real
 
 
@@ -212,7 +213,7 @@ def test_files_that_are_larger_than_their_annotations_say(pictures, tmp_path):
     for image in content['images']:
         cv2.imwrite(str(tmp_path / image['file_name']), np.zeros((90, 120, 3), np.uint8))
     (tmp_path / 'a.json').write_text(json.dumps(content))
-    assert inputs_of(config_of(tmp_path, []))[1:3] == (90, 120)
+    assert find_training_inputs(config_of(tmp_path, []))[1:3] == (90, 120)
 
 
 def test_branches(pictures):
@@ -225,7 +226,7 @@ def test_branches(pictures):
     config = config_of(pictures, [], sampler=None, batch=4)
     config.train_dataloader.dataset = dict(type='ConcatDataset', datasets=[sup, other])
     config.train_dataloader.sampler = dict(type='GroupMultiSourceSampler', batch_size=4, source_ratio=[1, 3])
-    found = inputs_of(config).branches
+    found = find_training_inputs(config).branches
     assert {name: one.images for name, one in found.items()} == dict(sup=1, weak=3, strong=3)
     assert (found['weak'].height, found['weak'].width) == (80, 133) or found['weak'].height == 133
     assert found['strong'].height * found['strong'].width <= 0.3 * found['weak'].height * found['weak'].width
@@ -234,7 +235,7 @@ def test_branches(pictures):
 
 def test_a_batch_has_an_image(pictures):
     with pytest.raises(ValueError, match='batch size 0 must be a whole number of 1 or more'):
-        inputs_of(config_of(pictures, [RESIZE], batch=0))
+        find_training_inputs(config_of(pictures, [RESIZE], batch=0))
 
 
 @pytest.mark.parametrize(
@@ -243,56 +244,58 @@ def test_a_batch_has_an_image(pictures):
 def test_what_cannot_be_run_is_said_in_a_line(pictures, steps):
     config = config_of(pictures, steps)
     with pytest.raises(ValueError, match=r'^its train (data set|pipeline) cannot be (built|run) here \(') as caught:
-        inputs_of(config)
+        find_training_inputs(config)
     assert '\n' not in str(caught.value)
-    assert inputs_of(config, size=(64, 96))[1:3] == (64, 96)
+    assert find_training_inputs(config, size=(64, 96))[1:3] == (64, 96)
 
 
 def test_a_transform_that_does_not_end(pictures, monkeypatch):
     monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS_PER_IMAGE', 0.2)
     with pytest.raises(ValueError, match='no result for image'):
-        inputs_of(config_of(pictures, [dict(type='NeverEnds')]))
+        find_training_inputs(config_of(pictures, [dict(type='NeverEnds')]))
 
 
 def test_pasted_objects_need_no_pictures(tmp_path):
     """The pipeline runs without data and with the boxes of both images."""
     config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](tmp_path)
-    assert inputs_of(config)[1:3] == (102, 102)
+    assert find_training_inputs(config)[1:3] == (102, 102)
     folder = pipeline_sizes.write_pictures(tmp_path, [(102, 102)] * 4)
     for file in folder.glob('*.png'):
         file.unlink()
     config = pipeline_sizes.PIPELINES['large-scale jitter and copy-paste'][2](folder)
-    assert 2 < inputs_of(config).boxes <= 4
+    assert 2 < find_training_inputs(config).boxes <= 4
 
 
 def test_a_busy_machine_gives_the_same_answer(pictures, monkeypatch):
     """The time limit counts CPU time of the process, so neither other programs nor waiting use it up."""
     monkeypatch.setattr('sbp_mmdet.plan.pipeline._SECONDS', 2)
     config = config_of(pictures, [CHOICE, dict(type='Waits')])
-    assert len(samples_of(data_set_of(config)[0], config).images) >= 256
+    assert len(sample_pipeline(build_train_dataset(config)[0], config).images) >= 256
 
 
 def test_nothing_is_drawn_from_the_training(pictures):
     np.random.seed(5), torch.manual_seed(5)
     expected = np.random.rand(), torch.rand(1)
     np.random.seed(5), torch.manual_seed(5)
-    actual = inputs_of(config_of(pictures, [CHOICE]))
+    actual = find_training_inputs(config_of(pictures, [CHOICE]))
     assert (np.random.rand(), torch.rand(1)) == expected
-    assert str(inputs_of(config_of(pictures, [CHOICE]))) == str(actual), 'another answer to the same question'
+    assert str(find_training_inputs(config_of(pictures, [CHOICE]))) == str(actual), (
+        'another answer to the same question'
+    )
 
 
 def test_what_the_preprocessor_makes_of_batches(tmp_path):
     init_default_scope('mmdet')
     folder, inputs = coco(tmp_path, [(80, 133)] * 2), torch.zeros(2, 3, 80, 133)
     sync = dict(type='BatchSyncRandomResize', random_size_range=(64, 160), size_divisor=32, interval=1)
-    found = inputs_of(config_of(folder, [], batch_augments=[sync]))
+    found = find_training_inputs(config_of(folder, [], batch_augments=[sync]))
     assert found[1:3] == (160, 256) and found.usual[0] == 96
     for augment, size in (
         (dict(type='BatchFixedSizePad', size=(100, 100), img_pad_value=0), (100, 133)),
         (dict(type='BatchResize', scale=(160, 96), pad_size_divisor=32), (96, 160)),
     ):
         assert MODELS.build(augment)(inputs, None)[0].shape[-2:] == size
-        assert inputs_of(config_of(folder, [], batch_augments=[augment]))[1:3] == size
+        assert find_training_inputs(config_of(folder, [], batch_augments=[augment]))[1:3] == size
 
 
 @pytest.mark.parametrize('name', pipeline_sizes.PIPELINES)

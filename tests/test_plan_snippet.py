@@ -8,7 +8,7 @@ from helpers import CONFIGS
 from mmengine.config import Config
 
 from sbp_mmdet.plan import snippet as module
-from sbp_mmdet.plan.snippet import snippet, where_to
+from sbp_mmdet.plan.snippet import format_heading, snippet
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
@@ -74,7 +74,7 @@ def test_pasted_lines_are_the_variant(tmp_path, style, variant):
     config = load_config(file)
     lines = snippet(config, variant, 7)
     pasted = tmp_path / 'pasted.py'
-    if where_to(config) == 'Add to the config:':
+    if format_heading(config) == 'Add to the config:':
         pasted.write_text(f'{file.read_text()}\n{lines}\n')
     else:
         pasted.write_text(f'{lines}\n')
@@ -90,7 +90,7 @@ def test_a_config_of_a_package_is_inherited(tmp_path, path):
         assert pasted.custom_imports.imports == ['sbp_mmdet']
     else:
         check(config, pasted, 'exact')
-    assert where_to(config) == 'Train with this config:'
+    assert format_heading(config) == 'Train with this config:'
 
 
 def test_where_mmpretrain_is_installed_nothing_is_put_in_its_place(monkeypatch):

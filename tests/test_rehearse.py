@@ -19,7 +19,7 @@ from test_plan_sizes import coco, config_of
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
 from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
-from sbp_mmdet.plan.rehearse import DoesNotFit, as_before, largest_batch
+from sbp_mmdet.plan.rehearse import DoesNotFit, build_largest_batch, restored_state
 
 STATE = {}
 
@@ -91,11 +91,11 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
         asked.append((budget, case))
         return [Row('none', 'exact', 9, False), Row('exact', 'exact', 8, True)]
 
-    monkeypatch.setattr('sbp_mmdet.plan.counts.rows_of', rows)
+    monkeypatch.setattr('sbp_mmdet.plan.counts.count_variants', rows)
     with pytest.raises(DoesNotFit, match=r'needs \d+ MiB; 5 MiB may be used.*exact fits') as caught:
         runner.train()
     assert "dict(type='LeanHook', preset='exact')" in str(caught.value)
-    assert asked == [(5 * 10**6, largest_batch(runner)[1])]
+    assert asked == [(5 * 10**6, build_largest_batch(runner)[1])]
     # The runner initializes weights before it: those of normalization tell that no step was taken.
     after = runner.model.state_dict()
     assert before.keys() == after.keys() and all(p.grad is None for p in runner.model.parameters())
@@ -133,9 +133,9 @@ def test_margins_and_gaps_are_those_of_the_planner():
     """A layer of 4.004 MB and a map of 4 MiB share a segment of 20 MiB; the bias has one of 2 MiB."""
     layer, optimizer = torch.nn.Linear(1000, 1000), SimpleNamespace(param_groups=[], state={})
     runner = SimpleNamespace(optim_wrapper=SimpleNamespace(optimizer=optimizer), hooks=[])
-    need = rehearse._most(runner, layer, lambda: torch.ones(2**20))
+    need = rehearse._measure_needed_bytes(runner, layer, lambda: torch.ones(2**20))
     assert need == int(22 * 2**20 + (4_004_000 + 2**22) * MARGIN + WORKSPACES + CONTEXT)
-    more = rehearse._most(runner, layer, lambda: torch.ones(2**20), buckets=10**6)
+    more = rehearse._measure_needed_bytes(runner, layer, lambda: torch.ones(2**20), buckets=10**6)
     assert more - need == pytest.approx(10**6 * (1 + MARGIN), abs=1)
 
 
@@ -143,9 +143,9 @@ def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
     """EMA's copy of the model is 90 % of the memory of a tiny detector."""
     folder, path = project
     monkeypatch.chdir(folder)
-    monkeypatch.setattr('sbp_mmdet.plan.planner.needed', lambda row, **options: row['peak'])
-    peaks, most = [], rehearse._peak
-    monkeypatch.setattr(rehearse, '_peak', lambda *args: peaks.append(most(*args)) or peaks[-1])
+    monkeypatch.setattr('sbp_mmdet.plan.planner.count_needed_bytes', lambda row, **options: row['peak'])
+    peaks, most = [], rehearse._measure_training_peak
+    monkeypatch.setattr(rehearse, '_measure_training_peak', lambda *args: peaks.append(most(*args)) or peaks[-1])
     for hooks in ([], [dict(type='EMAHook')]):
         config = Config.fromfile(path)
         config.update(work_dir=str(folder / 'run'), load_from=None)
@@ -162,9 +162,9 @@ def test_a_budget_is_said_in_few_digits(project, monkeypatch):
     folder, path = project
     monkeypatch.chdir(folder)
     for peak, ends in ((8_004_000, KeyboardInterrupt), (8_012_000, DoesNotFit)):
-        monkeypatch.setattr(rehearse, '_peak', lambda *args, peak=peak: peak)
-        monkeypatch.setattr(rehearse, 'largest_validation', lambda runner: None)
-        monkeypatch.setattr(rehearse, '_advice', lambda *args: '')
+        monkeypatch.setattr(rehearse, '_measure_training_peak', lambda *args, peak=peak: peak)
+        monkeypatch.setattr(rehearse, 'build_largest_validation', lambda runner: None)
+        monkeypatch.setattr(rehearse, '_advise', lambda *args: '')
         config = Config.fromfile(path)
         config.update(work_dir=str(folder / 'run'), load_from=None)
         config.custom_hooks = [dict(type='RehearseHook', budget='8MB'), dict(type='NoteState')]
@@ -181,7 +181,7 @@ def test_validation_is_rehearsed_too(project, monkeypatch):
     config.custom_hooks = [dict(type='RehearseHook', budget='8GiB')]
     runner = Runner.from_cfg(config)
     thresholds, peaks = [], []
-    peak = rehearse.validation_peak
+    peak = rehearse.measure_validation_peak
     step = type(runner.model).val_step
 
     def val_step(self, data):
@@ -193,7 +193,7 @@ def test_validation_is_rehearsed_too(project, monkeypatch):
         return 9 * 2**30
 
     monkeypatch.setattr(type(runner.model), 'val_step', val_step)
-    monkeypatch.setattr(rehearse, 'validation_peak', too_much)
+    monkeypatch.setattr(rehearse, 'measure_validation_peak', too_much)
     with pytest.raises(DoesNotFit, match=r'validation on 1 image of \d+ x \d+ needs 9.00 GiB; 8.00 GiB may be used'):
         runner.train()
     assert thresholds == [(0.0, False)] and runner.model.training
@@ -215,7 +215,7 @@ def test_the_largest_image_of_a_validation_may_be_so_behind_the_pipeline(tmp_pat
             )
         )
         runner = SimpleNamespace(_val_loop=SimpleNamespace(dataloader=loader), cfg=Config(dict(model=dict())))
-        found = rehearse.largest_validation(runner)
+        found = rehearse.build_largest_validation(runner)
         assert [called for _, called in found] == [f'1 image of {size}' for size in wanted]
     assert found[0][0]['inputs'][0].shape == (3, 32, 32)
 
@@ -227,7 +227,7 @@ def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
     config.update(work_dir=str(folder / 'run'))
     runner = Runner.from_cfg(config)
     runner._train_loop = runner.build_train_loop(runner._train_loop)
-    batch, case = largest_batch(runner)
+    batch, case = build_largest_batch(runner)
     file = folder / config.train_dataloader.dataset.data_root / config.train_dataloader.dataset.ann_file
     results = json.loads(file.read_text())
     numbers = sorted(sum(a['image_id'] == i['id'] for a in results['annotations']) for i in results['images'])
@@ -242,7 +242,7 @@ def test_counters_of_modules_are_put_back():
             self.history, self._size, self.norm = [1], None, torch.nn.BatchNorm1d(2)
 
     model = Counts()
-    with as_before(model):
+    with restored_state(model):
         model.history.append(2)
         model._size = (3, 4)
         model.norm(torch.randn(5, 2)).sum().backward()

@@ -28,9 +28,9 @@ def _rehearse(rank, folder):
     ):
         peak = None if peaks[rank] is None else peaks[rank] * GB
         with (
-            mock.patch.object(rehearse, 'largest_batch', lambda runner: ({}, CASE)),
-            mock.patch.object(rehearse, '_peak', lambda *args, peak=peak: peak),
-            mock.patch.object(rehearse, '_advice', lambda *args: ''),
+            mock.patch.object(rehearse, 'build_largest_batch', lambda runner: ({}, CASE)),
+            mock.patch.object(rehearse, '_measure_training_peak', lambda *args, peak=peak: peak),
+            mock.patch.object(rehearse, '_advise', lambda *args: ''),
         ):
             try:
                 rehearse.RehearseHook(budgets[rank]).before_train(runner)
@@ -55,9 +55,11 @@ def test_the_buckets_of_distributed_training_count(one_process, monkeypatch):
     """The model runs without its wrapper, which would wait for other ranks; the buckets are as large as gradients."""
     model = nn.Linear(10, 10)
     stepped = []
-    monkeypatch.setattr(rehearse, '_most', lambda runner, model, run, held, usual: stepped.append(model) or 50 + held)
+    monkeypatch.setattr(
+        rehearse, '_measure_needed_bytes', lambda runner, model, run, held, usual: stepped.append(model) or 50 + held
+    )
     peaks = [
-        rehearse._peak(SimpleNamespace(model=one, optim_wrapper=None), {}, CASE)
+        rehearse._measure_training_peak(SimpleNamespace(model=one, optim_wrapper=None), {}, CASE)
         for one in (model, nn.parallel.DistributedDataParallel(model))
     ]
     assert peaks == [50, 50 + 4 * 110] and stepped == [model, model]

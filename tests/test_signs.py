@@ -159,4 +159,5 @@ def test_a_hook_whose_modules_do_not_run(caplog):
     model, _ = build_with_images('stock Swin')
     model.unused = build('stock Swin')
     log, _ = train_and_get_log(LeanHook(modules=['unused']), model, caplog)
-    assert log['WARNING'] == ['LeanHook: no changed module ran in the first step, so nothing is saved']
+    (warning,) = log['WARNING']
+    assert 'ran in the first step' in warning and 'modules=[...]' in warning

@@ -16,7 +16,7 @@ import tables  # isort: skip
 from provenance import commit, describe_machine, output_file, portable, write_json  # isort: skip
 
 from sbp_mmdet import __version__
-from sbp_mmdet.plan.tables import Column, text_table
+from sbp_mmdet.plan.tables import Column, format_table
 
 RESULTS = sorted((ROOT / 'docs/results').glob('*.json'))
 KEYS = {'date', 'device', 'python', 'torch', 'mmcv', 'mmdet', 'mmengine', 'sbp_mmdet', 'commit', 'dirty', 'command'}
@@ -26,7 +26,7 @@ OF_A_MACHINE = re.compile(r'(?<![\w.:/$}~])/(?:work|tmp|root|home|Users|mnt)/')
 def test_tables():
     columns = [Column('name', lambda row: row['name']), Column('AP', lambda row: row.get('ap') and f'{row["ap"]:.3f}')]
     records = [dict(name='none', ap=0.25), dict(name='nothing yet')]
-    assert text_table(columns, records).splitlines() == ['name            AP', 'none         0.250', 'nothing yet']
+    assert format_table(columns, records).splitlines() == ['name            AP', 'none         0.250', 'nothing yet']
     expected = ['| name | AP |', '|---|---|', '| none | 0.250 |', '| nothing yet |  |']
     assert tables.markdown_table(columns, records).splitlines() == expected
 

@@ -18,7 +18,7 @@ import module_runs  # isort: skip
 from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
 from sbp_mmdet.adapters import ADAPTERS, ChannelMLPBinding, LeanBlock, LeanModule, NormLinearBinding
 from sbp_mmdet.plan.detector import build_detector, measure_detector
-from sbp_mmdet.plan.variants import load_config, plain, presets_of, with_variant
+from sbp_mmdet.plan.variants import find_presets, load_config, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 WIDTHS = [8, 12, 16]
@@ -213,7 +213,7 @@ def detector():
 
 def test_the_planner_counts_it(detector):
     case = dict(batch=1, height=64, width=96, boxes=2)
-    reasons = presets_of(build_detector(detector, 'cpu')[0])
+    reasons = find_presets(build_detector(detector, 'cpu')[0])
     assert not any(reasons.values())
     saved = {name: measure_detector(with_variant(detector, name), **case)['saved'] for name in PRESETS}
     backbone = {name: sum(found.get(part, 0) for part in ('stem', 'backbone')) for name, found in saved.items()}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT
 
-from sbp_mmdet.plan.inputs import inputs_of
+from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 from sbp_mmdet.plan.variants import load_config, plain
@@ -34,7 +34,7 @@ def test_the_figures_that_lead_the_page():
 def test_batches_of_then_had_one_orientation():
     """Today's sampler mixes four images of 800 x 1333 with FoveaBox at the end of an epoch."""
     config = zoo_memory.with_sampler_of_then(plain(load_config('mmdet::foveabox/fovea_r50_fpn_4xb4-2x_coco.py')))
-    assert inputs_of(config)[:3] == (4, 800, 1333)
+    assert find_training_inputs(config)[:3] == (4, 800, 1333)
 
 
 def test_wrongly_said_to_fit():
@@ -68,7 +68,7 @@ def test_what_is_counted_too_low_has_a_reason():
         for key in ('peak', 'explained'):
             if key in row:
                 ratio = (row[key] * (1 + MARGIN) + WORKSPACES) / row['measured'] / 2**30
-                assert key == 'explained' or ratio >= 0.85 or zoo_memory.reason_of(name), name
+                assert key == 'explained' or ratio >= 0.85 or zoo_memory.find_reason(name), name
                 families.setdefault((name.split('/')[0], key), []).append(ratio)
     explained = {family: np.median(ratios) for (family, key), ratios in families.items() if key == 'explained'}
     assert len(explained) >= 6 and explained == pytest.approx(dict.fromkeys(explained, 1), abs=0.15)
@@ -125,4 +125,4 @@ def test_a_case_apart(compute, found, tmp_path):
     write_json(file, dict(rows=dict(before=dict(peak=2))))
     isolated.sweep(file, ['now'], lambda name: found)
     kept = dict(before=dict(peak=2))
-    assert isolated.rows_of(file) == (kept if found.get('error') == isolated.KILLED else kept | dict(now=found))
+    assert isolated.read_rows(file) == (kept if found.get('error') == isolated.KILLED else kept | dict(now=found))

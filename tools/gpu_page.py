@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpu_estimates import add_counted, estimates, table
 from gpu_parts import Part
-from gpu_rows import lines_of, rows_of
+from gpu_rows import lines_of, read_rows
 
 __all__ = ['write_page']
 
@@ -67,7 +67,7 @@ def _trials(part, out, found):
     """Return a table for each trial, and append its estimates to ``found``."""
     from tables import benchmark_table  # noqa: PLC0415  it takes torch with it
 
-    measured, begun = rows_of(part, out)
+    measured, begun = read_rows(part, out)
     measured.update({name: dict(preset=name.rpartition('/')[2], reason='its process ended') for name in begun})
     lines = []
     for trial in part.trials:

@@ -19,7 +19,7 @@ from pathlib import Path
 import gpu_parts
 from gpu_page import write_page
 from gpu_parts import ROOT, Part
-from gpu_rows import lines_of, missing, rows_of, rows_to_run
+from gpu_rows import lines_of, missing, read_rows, rows_to_run
 
 sys.path[:0] = [str(ROOT), str(ROOT / 'research')]
 _running, _stopping = set(), threading.Event()
@@ -36,7 +36,7 @@ def run_part(part: Part, out: Path, end: float, rehearse: bool) -> None:
         state = _run(part, out, words, end, rehearse)
         if _stopping.is_set():  # nothing that ran is to blame
             return
-        for name in rows_of(part, out)[1] if state != _NO_TIME else ():
+        for name in read_rows(part, out)[1] if state != _NO_TIME else ():
             append_line(file, dict(row=name, preset=name.rpartition('/')[2], reason=f'its process ended: {state}'))
         seconds = round(time.monotonic() - start)
         append_line(out / 'states.jsonl', dict(part=part.name, state=state, seconds=seconds))

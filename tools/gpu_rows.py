@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpu_parts import Part
 
-__all__ = ['lines_of', 'missing', 'rows_of', 'rows_to_run']
+__all__ = ['lines_of', 'missing', 'read_rows', 'rows_to_run']
 
 
 def lines_of(file: Path) -> list[dict]:
@@ -20,7 +20,7 @@ def lines_of(file: Path) -> list[dict]:
     return lines
 
 
-def rows_of(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:
+def read_rows(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:
     """Return the rows by name, and how often rows without a result were begun."""
     lines = [line for line in lines_of(out / f'{part.name}.jsonl') if 'row' in line]
     rows = {line['row']: line for line in lines if line.get('state') != 'begun'}
@@ -29,13 +29,13 @@ def rows_of(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter
 
 def missing(part: Part, out: Path) -> list[str]:
     """Return the names of the rows to measure. A row that was running when the report ended is tried once more."""
-    rows, begun = rows_of(part, out)
+    rows, begun = read_rows(part, out)
     return [name for name in part.rows if name not in rows and begun[name] < 2]
 
 
 def rows_to_run(part: Part, out: Path) -> list[str]:
     """Return the missing rows, each trial's preceded by its baseline, if the baseline could run."""
-    rows, left = rows_of(part, out)[0], {*missing(part, out)}
+    rows, left = read_rows(part, out)[0], {*missing(part, out)}
     found = []
     for _, names in itertools.groupby(part.rows, key=lambda name: name.rpartition('/')[0]):
         names = [*names]

@@ -26,7 +26,7 @@ from tables import append_line  # noqa: E402
 
 from sbp_mmdet.plan.device import check_device, use_device  # noqa: E402
 from sbp_mmdet.plan.variants import load_config, plain  # noqa: E402
-from sbp_mmdet.plan.verify import findings_of  # noqa: E402
+from sbp_mmdet.plan.verify import verify_config  # noqa: E402
 from sbp_mmdet.presets import Settings  # noqa: E402
 
 __all__ = ['KINDS', 'measure_part']
@@ -36,7 +36,7 @@ def _verify(trial: Trial, config, names, device, note):
     def measure(row):
         start = time.perf_counter()
         settings = Settings.parse(dict(preset=row['preset']), where='the report')
-        findings = findings_of(config, settings, device, trial.batch, *trial.size)
+        findings = verify_config(config, settings, device, trial.batch, *trial.size)
         row.update(
             kinds=len(findings.compared), modules=len({name for kind in findings.compared for name in kind.modules})
         )

@@ -36,7 +36,7 @@ from .copies import original, path_of
 from .predicate import derives_plainly
 from .row_draws import RowDraws
 
-__all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'Place', 'adapter', 'adapter_of']
+__all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'Place', 'adapter', 'adapter_of', 'adapter_of_class']
 
 # Adapter of each known class, by the class's module and name.
 ADAPTERS: dict[str, type['LeanModule']] = {}
@@ -60,7 +60,7 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
         if not issubclass(mixin, LeanModule):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
         ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
-        _adapter_of.cache_clear()
+        adapter_of_class.cache_clear()
         if 'stock' not in vars(mixin):
             mixin.stock = ()
         mixin.stock = (*mixin.stock, *kinds)
@@ -75,11 +75,16 @@ def adapter_of(module: nn.Module) -> type['LeanModule'] | None:
     Args:
         module (nn.Module): The module.
     """
-    return _adapter_of(type(module))
+    return adapter_of_class(type(module))
 
 
 @functools.cache
-def _adapter_of(kind):
+def adapter_of_class(kind: type) -> type['LeanModule'] | None:
+    """Return the adapter for a class, see :func:`adapter_of`.
+
+    Args:
+        kind (type): The class of a module.
+    """
     kinds = (known for base in kind.__mro__ for known in (base, original(base)))
     return next((ADAPTERS[path] for path in map(path_of, kinds) if path in ADAPTERS), None)
 
@@ -152,8 +157,8 @@ class LeanModule(Mixin):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if self.training:
             refuse_tracing(self, args)
-        found = self._forward_if_lean(args, kwargs)
-        return super().forward(*args, **kwargs) if found is None else found[0]
+        output = self._forward_if_lean(args, kwargs)
+        return super().forward(*args, **kwargs) if output is None else output[0]
 
     @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
@@ -177,10 +182,11 @@ class LeanModule(Mixin):
         before, place = self._lean.bound, self._lean
         bound = bind(type(self), self, place.settings, running=True)
         self._lean = place._replace(bound=bound)
-        new = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
+        reasons = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
-        if told := [reason for reason in dict.fromkeys(new) if reason not in known]:
-            text = f'{place.name or type(self).__name__} runs its own code in part or whole now: {"; ".join(told)}'
+        if new_reasons := [reason for reason in dict.fromkeys(reasons) if reason not in known]:
+            name = place.name or type(self).__name__
+            text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
 

@@ -6,7 +6,7 @@ quantisation may replace the parameters later.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
 from ..stochastic_backprop.masks import Positions
 from .parameters import Remembered, affine
-from .predicate import tensors_in, unsupported
+from .predicate import find_problems, tensors_in
 
 __all__ = [
     'Binding',
@@ -62,8 +62,8 @@ class Binding:
         """Run the operation."""
         raise NotImplementedError
 
-    def reads(self, form: Form) -> Iterator[tuple[nn.Module, str]]:
-        """Yield every module whose forward is bypassed, with its role, see :mod:`.predicate`.
+    def reads(self, form: Form) -> Iterable[tuple[nn.Module, str]]:
+        """Return or yield every module whose forward is bypassed, with its role, see :mod:`.predicate`.
 
         Args:
             form (Form): Form of the operations.
@@ -91,9 +91,13 @@ class Binding:
             form (Form): Form of the operations.
             root (nn.Module): The changed module.
         """
-        asked = list({id(module): (module, role) for module, role in self.reads(form)}.values())
-        found = [(m, problem) for m, role in asked if (problem := unsupported(m, role, called=m is root))]
-        return found or (_mixed_precision([module for module, _ in asked]) if self.one_precision else [])
+        reads = {}
+        for module, role in self.reads(form):
+            reads[id(module)] = module, role  # a module that is read twice has one problem
+        problems = find_problems(reads.values(), called=root)
+        if problems or not self.one_precision:
+            return problems
+        return _mixed_precision([module for module, _ in reads.values()])
 
     @property
     def scale(self) -> Tensor | None:
@@ -102,9 +106,9 @@ class Binding:
             return None
         own, instance = self.scaled_by._parameters, vars(self.scaled_by)
         for name in _SCALES:  # FSDP keeps the parameters elsewhere and puts views of them into the instance
-            found = instance.get(name, own.get(name))
-            if isinstance(found, Tensor):
-                return found
+            scale = instance.get(name, own.get(name))
+            if isinstance(scale, Tensor):
+                return scale
         return None
 
     def length(self, x: Tensor) -> int:

@@ -12,10 +12,10 @@ from .bindings import Binding
 from .bypassed_modules import BypassedModules
 from .predicate import (
     fairscale_forward,
+    find_problems,
     is_hooked_globally,
     is_parametrized,
     is_replaced,
-    unsupported,
 )
 
 __all__ = ['Bound', 'bind', 'runs_reference']
@@ -60,28 +60,33 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         return Bound({}, reason, [], BypassedModules(module, ()), [], reference)
     parts, unused, used = {}, [], []
     bypasses = [*mixin.bypasses(module)]
-    asked = [inside for inside, _ in bypasses]
-    left = [(inside, problem) for inside, role in bypasses if (problem := unsupported(inside, role))]
+    checked, left = [inside for inside, _ in bypasses], find_problems(bypasses)
     fatal = bool(left)
     for name, part in mixin.parts(module).items():
-        asked += [inside for inside, _ in part.reads(form)]
+        reads = [inside for inside, _ in part.reads(form)]
+        checked += reads
         usable, problems = part.usable(form, module)
         left += problems
         if usable is None:
             unused.append(name)
-        else:
-            parts[name] = usable
-            wrong = {id(inside) for inside, _ in problems}
-            if not usable.shares_modules:
-                used += [inside for inside, _ in usable.reads(form) if id(inside) not in wrong]
+            continue
+        parts[name] = usable
+        if not usable.shares_modules:
+            used += reads if usable is part else _read_without(usable, form, problems)
     if fatal or (unused and not (mixin.separable and parts)):
         names = {id(inside): name for name, inside in module.named_modules()}
-        told = ((names.get(id(inside), ''), problem) for inside, problem in left)
-        reason = '; '.join(f'{name}: {problem}' if name else problem for name, problem in told)
-        return Bound({}, reason, [], BypassedModules(module, asked), [], False)
+        reasons = ((names.get(id(inside), ''), problem) for inside, problem in left)
+        reason = '; '.join(f'{name}: {problem}' if name else problem for name, problem in reasons)
+        return Bound({}, reason, [], BypassedModules(module, checked), [], False)
     used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
-    asked += mixin.watches(module)
-    return Bound(parts, None, left, BypassedModules(module, asked), used, False)
+    checked += mixin.watches(module)
+    return Bound(parts, None, left, BypassedModules(module, checked), used, False)
+
+
+def _read_without(part, form, problems):
+    """Return the modules that an operation bypasses, without those that run their own code in front of it or behind."""
+    unsupported = {id(module) for module, _ in problems}
+    return [module for module, _ in part.reads(form) if id(module) not in unsupported]
 
 
 def runs_reference(mixin, form: Form) -> bool:

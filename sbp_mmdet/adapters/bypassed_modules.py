@@ -2,7 +2,6 @@
 
 import copy
 import enum
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 from ..library_code import Functions, library_code
-from ..ops.common.handed_maps import code_seen
+from ..ops.common.handed_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
-from .predicate import GLOBAL_HOOKS, is_hooked_globally
+from .predicate import GLOBAL_HOOKS, cached_answers, is_hooked_globally
 
 __all__ = ['BypassedModules']
 
@@ -36,11 +35,14 @@ class BypassedModules:
             ]
         self.modules = tuple(inside.values())
         self._parents, self._children = parents, [dict(parent._modules) for parent in parents]
-        self._kind, self._root = type(root), (foreign_classes(type(root)), len(root.__dict__), *_settings(root))
+        (settings,) = _settings_of([root])
+        # With the attribute that a changed module has: a module is bound before it gets this attribute.
+        number = len(root.__dict__) + ('_lean' not in root.__dict__)
+        self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
         self._state = _State.of(self.modules)
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
-        self._code = tuple((id(code), code) for code in map(library_code, kinds))
+        self._code = [(id(code), code) for code in map(library_code, kinds)]
         self._functions = Functions({place: None for _, code in self._code for place in code.places})
 
     def __getstate__(self):
@@ -71,16 +73,16 @@ class BypassedModules:
             return False
         if any(GLOBAL_HOOKS) != self._hooked_globally:
             return False
-        seen = code_seen()
-        if seen is None:
+        checked = unchanged_code()
+        if checked is None:
             if not self._functions.hold():
                 return False
         else:
             for key, code in self._code:
-                if key not in seen:
+                if key not in checked:
                     if not code.holds():
                         return False
-                    seen.add(key)
+                    checked.add(key)
         if [parent._modules for parent in self._parents] != self._children:
             return False
         return not self.modules or self._state.holds(self.modules)
@@ -115,7 +117,7 @@ class _State(NamedTuple):
         """Return the state of modules now."""
         owns = [*map(vars, modules)]
         views = [(i, own['weight'].dtype) for i, own in enumerate(owns) if isinstance(own.get('weight'), torch.Tensor)]
-        settings, values = [*zip(*map(_settings, modules), strict=True)] or ((), ())
+        settings, values = [*zip(*_settings_of(modules), strict=True)] or ((), ())
         read = _parameters(owns)
         return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], *read, views)
 
@@ -145,6 +147,15 @@ def _parameters(owns):
     return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]
 
 
+def _settings_of(modules):
+    """Return the result of :func:`_settings` for each module; within :func:`.ask_once` it is found once."""
+    known = cached_answers('settings')
+    for module in modules:
+        if id(module) not in known:
+            known[id(module)] = _settings(module)
+    return [known[id(module)] for module in modules]
+
+
 def _settings(module):
     """Return a function that gives the hooks of a module and its settings, and what it gives now.
 
@@ -152,35 +163,32 @@ def _settings(module):
     them may decide what the module computes.
     """
     own = module.__dict__
-    names = [
-        name
-        for name, value in own.items()
-        if name not in _NO_SETTINGS and (type(value) in _PLAIN or _is_setting(value))
-    ]
+    names, values = [*_HOOKS], [*map(dict, _get_hooks(own))]
+    for name, value in own.items():
+        if name in _NO_SETTINGS:
+            continue
+        if type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
+            names.append(name)
+            values.append(value)
+        elif _is_setting(value):
+            names.append(name)
+            values.append(copy.deepcopy(value))
     if '_compiled_call_impl' in own:
         names.append('_compiled_call_impl')
-    values = (
-        [dict(own[name]) for name in _HOOKS],
-        [own[name] if type(own[name]) in _PLAIN else _copied(own[name]) for name in names],
-    )
-    return operator.itemgetter(*_HOOKS, *names), tuple(itertools.chain(*values))
-
-
-def _copied(value):
-    return value if type(value) is tuple and _PLAIN.issuperset(map(type, value)) else copy.deepcopy(value)
+        values.append(own['_compiled_call_impl'])
+    return operator.itemgetter(*names), tuple(values)
 
 
 def _is_setting(value):
-    if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
-        return True
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
-        return all(map(_is_setting, value))
+        return _PLAIN.issuperset(map(type, value)) or all(map(_is_setting, value))
     return isinstance(value, _VALUES)
 
 
 _HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
+_get_hooks = operator.itemgetter(*_HOOKS)
 _NO_SETTINGS = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))  # never changed in place
 _VALUES = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device, enum.Enum)

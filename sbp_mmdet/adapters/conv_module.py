@@ -121,6 +121,9 @@ class ConvNorm:
         return conv_norm(*self.inputs(form, x, autocast_dtype(x) or x.dtype, residual))
 
 
+_ROLE_OF = dict(conv='convolution', norm='norm of a map', act='activation')
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvNormActBinding(Binding):
     """``act(norm(conv(x)) + residual)``. A norm or activation that may not be bypassed is called behind the operation.
@@ -170,12 +173,17 @@ class ConvNormActBinding(Binding):
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
-        roles = dict(conv='convolution', norm='norm of a map', act='activation')
-        yield from ((module, roles[name]) for name in self.fused if (module := getattr(self, name)) is not None)
+        reads = []
+        for name in self.fused:
+            if (module := getattr(self, name)) is not None:
+                reads.append((module, _ROLE_OF[name]))
+        return reads
 
     def usable(self, form: Form, root: nn.Module):
         """See :meth:`.Binding.usable`. If the convolution may not be bypassed, there is no operation."""
         wrong = dict(self.problems(form, root))
+        if not wrong:
+            return self, []
         fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)
         usable = dataclasses.replace(self, fused=fused) if 'conv' in fused else None
         return usable, list(wrong.items())
@@ -307,12 +315,12 @@ class LeanConvModule(LeanModule):
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
-    """Return the operations of a sequence by the names of their convolutions.
+    """Find the convolutions of a sequence, each with the norm and activation behind it, by their names.
 
     Args:
         sequence (nn.Sequential): The sequence.
     """
-    found, members = {}, [*sequence._modules.items()]
+    layers, members = {}, [*sequence._modules.items()]
     while members:
         name, conv = members.pop(0)
         if unsupported(conv, 'convolution', called=True):
@@ -322,5 +330,5 @@ def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
             known = members and not unsupported(members[0][1], role, called=True)
             layer.append(members.pop(0)[1] if known else None)
         if any(layer[1:]):
-            found[name] = ConvNormActBinding(*layer)
-    return found
+            layers[name] = ConvNormActBinding(*layer)
+    return layers

@@ -35,11 +35,11 @@ class LeanConvNeXtBlock(LeanBlock):
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
         """See :meth:`.LeanBlock.others`."""
         stem, *layers = backbone.downsample_layers
-        found = {(i, 'downsample'): (layer, _LeanDownsample) for i, layer in enumerate(layers, 1)}
-        found['stem',] = (stem, _LeanStem)
+        others = {(i, 'downsample'): (layer, _LeanDownsample) for i, layer in enumerate(layers, 1)}
+        others['stem',] = (stem, _LeanStem)
         if not backbone.gap_before_final_norm:
-            found |= {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
-        return found
+            others |= {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
+        return others
 
 
 class _LeanDownsample(LeanModule):

@@ -99,11 +99,11 @@ def _code_of(kind: type) -> dict | None:
         dict | None: For each method, its syntax tree and the objects of its global names. ``None`` if the source cannot
         be read.
     """
-    found, names = {}, ['forward']
+    code, names = {}, ['forward']
     while names:
         name = names.pop()
         function = _function_of(kind, name)
-        if function is None or name in found:
+        if function is None or name in code:
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -111,9 +111,9 @@ def _code_of(kind: type) -> dict | None:
             return None
         tree = _Simplified().visit(tree)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        found[name] = ast.dump(tree), {n: v for n, v in function.__globals__.items() if n in used}
+        code[name] = ast.dump(tree), {n: v for n, v in function.__globals__.items() if n in used}
         names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)]
-    return found
+    return code
 
 
 def _function_of(kind: type, name: str) -> Callable | None:

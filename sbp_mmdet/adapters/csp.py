@@ -68,7 +68,7 @@ class CSPBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the layer or the blocks on (N, C, H, W)."""
-        layers, norms, settings, sizes, adds = self._made
+        layers, norms, settings, sizes, adds = self._structure
         dtype = autocast_dtype(x) or x.dtype
         count_batches(norms)
         own, tensors = zip(*[layer.inputs(form, None, dtype, counts=False) for layer in layers], strict=True)
@@ -77,17 +77,17 @@ class CSPBinding(Binding):
         return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)
 
     @functools.cached_property
-    def _made(self):
+    def _structure(self):
         """Layers, norms, cached settings, number of layers of each block, and whether each block adds its input."""
         blocks = [
             [conv for layer in (block.conv1, block.conv2) for conv in _convolutions(layer)] for block in self.blocks
         ]
-        found = [conv for block in blocks for conv in block]
+        convolutions = [conv for block in blocks for conv in block]
         if self.layer is not None:
-            found = [self.layer.short_conv, self.layer.main_conv, *found, self.layer.final_conv]
-        layers = [ConvNorm(conv.conv, conv.norm, conv.activate) for conv in found]
+            convolutions = [self.layer.short_conv, self.layer.main_conv, *convolutions, self.layer.final_conv]
+        layers = [ConvNorm(conv.conv, conv.norm, conv.activate) for conv in convolutions]
         adds = tuple(_adds(block) for block in self.blocks)
-        return layers, [conv.norm for conv in found], Remembered(CSPSettings), tuple(map(len, blocks)), adds
+        return layers, [conv.norm for conv in convolutions], Remembered(CSPSettings), tuple(map(len, blocks)), adds
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""

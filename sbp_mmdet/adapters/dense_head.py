@@ -28,8 +28,8 @@ class LeanRPNHead(LeanModule):
 
     def lean_forward(self, x: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the scores and the boxes of each level, as two lists."""
-        found = zip(*map(self._level, x), strict=True)
-        return tuple(map(list, found))
+        outputs = zip(*map(self._level, x), strict=True)
+        return tuple(map(list, outputs))
 
     def _level(self, x):
         if not x.numel():

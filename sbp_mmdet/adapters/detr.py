@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-def _given(forward, module, args, kwargs):
+def _bind_arguments(forward, module, args, kwargs):
     """Return the arguments of a call by the names of a forward's parameters, with their defaults."""
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
@@ -74,7 +74,7 @@ class LeanMultiheadAttention(LeanModule):
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Run the layer; the arguments are those of mmcv's ``MultiheadAttention``."""
-        a = _given(MultiheadAttention.forward, self, args, kwargs)
+        a = _bind_arguments(MultiheadAttention.forward, self, args, kwargs)
         key = a.query if a.key is None else a.key
         value, key_pos = key if a.value is None else a.value, a.key_pos
         if key_pos is None and a.query_pos is not None:
@@ -132,7 +132,7 @@ def _token_ratio(settings):
     return ratio if paper and isinstance(ratio, Real) and ratio < 1 else None
 
 
-def _kept(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Positions | None:
+def _draw_tokens(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) -> Positions | None:
     """Return the tokens that are kept in this pass, or ``None`` for all. Layers of the same maps keep the same tokens.
 
     Args:
@@ -167,7 +167,7 @@ class LeanEncoder(LeanModule):
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Run the encoder on tokens (N, L, C)."""
-        positions = _kept(self, query, lambda: [(1, query.shape[1])])
+        positions = _draw_tokens(self, query, lambda: [(1, query.shape[1])])
         if positions is None:
             return super(LeanModule, self).forward(query, query_pos, key_padding_mask, **kwargs)
         kwargs['key_padding_mask'] = key_padding_mask
@@ -221,11 +221,11 @@ class LeanDeformableAttention(LeanModule):
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Run the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
-        a = _given(MultiScaleDeformableAttention.forward, self, args, kwargs)
+        a = _bind_arguments(MultiScaleDeformableAttention.forward, self, args, kwargs)
         tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
         if not self.batch_first:
             tokens = map(images_first, tokens)
-        tensors = DeformableTensors(*tokens, *_places(a), **attention_weights(self))
+        tensors = DeformableTensors(*tokens, *_unpack_places(a), **attention_weights(self))
         out = deformable_attention(attention_settings(self, self.form), tensors)
         out = out if self.batch_first else out.transpose(0, 1)
         return self.dropout(out) + (a.query if a.identity is None else a.identity)
@@ -252,7 +252,7 @@ def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
     return DeformableSettings(*sizes, form, module.im2col_step)
 
 
-def _places(given):
+def _unpack_places(given):
     """Return reference points, padding mask, sizes and start indices of the levels, from the arguments of a call."""
     return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
 
@@ -298,7 +298,7 @@ def run_encoder_layer(
     settings = EncoderSettings(attention_settings(attention, layer.form), ffn_form, rate_of(attention.dropout), eps)
     norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(layer.norms, 1) for k in ('weight', 'bias')}
     weights = attention_weights(attention) | norms | ffn_weights(ffn)
-    tensors = EncoderTensors(query, query_pos, *_places(given), **weights, positions=positions)
+    tensors = EncoderTensors(query, query_pos, *_unpack_places(given), **weights, positions=positions)
     return deformable_encoder_layer(settings, tensors)
 
 
@@ -351,7 +351,7 @@ class LeanDeformableEncoderLayer(LeanModule):
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Run the layer on tokens (N, L, C)."""
         given = SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
-        positions = _kept(self, query, given.spatial_shapes.tolist)
+        positions = _draw_tokens(self, query, given.spatial_shapes.tolist)
         return run_encoder_layer(self, self.self_attn, self.ffn, query, query_pos, given, positions)
 
     @classmethod

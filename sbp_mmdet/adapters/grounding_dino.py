@@ -33,7 +33,7 @@ _LAYERS = dict(
 
 @adapter(SingleScaleBiAttentionBlock)
 class LeanFusion(LeanModule):
-    """Fusion block: norms, attention in both directions and shortcuts as one operation, without a map of scores."""
+    """Fusion block of Grounding DINO: norms, attention in both directions and shortcuts as one operation."""
 
     checkpointed = True
     samples = has_reference = False

@@ -31,7 +31,7 @@ _POOLS = (nn.MaxPool2d, mmcv.cnn.MaxPool2d)
 ROLES['max pool'] = dict.fromkeys(_POOLS, _fits_in_bytes)
 
 
-def _pooled(form, pool, x, relu=False):
+def _run_pool(form, pool, x, relu=False):
     geometry = map(_pair, (pool.kernel_size, pool.stride, pool.padding, pool.dilation))
     return max_pool(PoolSettings(form, *geometry, pool.ceil_mode, relu), PoolTensors(x))
 
@@ -44,7 +44,7 @@ class LeanMaxPool(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Pool a map (N, C, H, W)."""
-        return _pooled(self.form, self, x) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
+        return _run_pool(self.form, self, x) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
@@ -79,7 +79,7 @@ class ConvPoolBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the layer on (N, C, H, W)."""
-        return _pooled(form, self.pool, self._layer(form, x), relu=True)
+        return _run_pool(form, self.pool, self._layer(form, x), relu=True)
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -96,13 +96,13 @@ class LeanVGG(LeanModule):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. The name of a part is the index of its convolution."""
-        layers, ends, found, i = [*self.features], _ends(self), {}, 0
+        layers, ends, parts, i = [*self.features], _output_indices(self), {}, 0
         while i < len(layers):
             part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
             if part:
-                found[str(i)] = part
+                parts[str(i)] = part
             i += 1 + (part.length_behind if part else 0)
-        return found
+        return parts
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`. The list of layers is never called."""
@@ -110,7 +110,7 @@ class LeanVGG(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the backbone on images (N, 3, H, W)."""
-        outs, ends, i = [], _ends(self), 0
+        outs, ends, i = [], _output_indices(self), 0
         while i < len(self.features):
             part = self.part(str(i))
             x = self.features[i](x) if part is None else part(self.form, x)
@@ -125,7 +125,7 @@ class LeanVGG(LeanModule):
         return 'it has a classifier' if module.num_classes > 0 and not isinstance(module, SSDVGG) else None
 
 
-def _ends(vgg):
+def _output_indices(vgg):
     """Return the indices of the layers whose outputs are outputs of the backbone."""
     if isinstance(vgg, SSDVGG):
         return set(vgg.out_feature_indices)
@@ -138,7 +138,7 @@ def _layer(layers, i, ends):
     Args:
         layers (list[nn.Module]): Layers of the backbone from the convolution on.
         i (int): Index of the convolution.
-        ends (set[int]): See :func:`_ends`. An operation does not go beyond one of these layers.
+        ends (set[int]): See :func:`_output_indices`. An operation does not go beyond one of these layers.
     """
     conv, *behind = layers[: next((n + 1 for n in range(len(layers)) if i + n in ends), len(layers))]
     norm = behind.pop(0) if behind and not unsupported(behind[0], 'norm of a map') else None

@@ -13,6 +13,7 @@ only if everything that a call would do is known. So this is an allow-list. The 
 Every other module runs its own code.
 """
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..library_code import replaced_code
+from ..library_code import check_code_once, replaced_code
 from ..surgery import stock_class
 from .copies import original, path_of
 from .roles import ROLES
@@ -30,8 +31,10 @@ __all__ = [
     'GLOBAL_HOOKS',
     'PLAIN_TENSORS',
     'ask_once',
+    'cached_answers',
     'derives_plainly',
     'fairscale_forward',
+    'find_problems',
     'interference',
     'is_hooked_globally',
     'is_parametrized',
@@ -59,38 +62,90 @@ def unsupported(module: nn.Module | None, role: str, called: bool = False) -> st
     Returns:
         str | None: The reason, or ``None`` if the forward may be bypassed.
     """
-    answers, question = getattr(_thread, 'answers', None), (id(module), role, called)
+    answers, question = _answers.modules, (id(module), role, called)
     if answers is None:
-        return _find_problem(module, role, called)
+        return _find_problem(module, role, called, {})
     if question not in answers:
-        answers[question] = _find_problem(module, role, called)
+        answers[question] = _find_problem(module, role, called, answers)
     return answers[question]
 
 
-def _find_problem(module, role, called):
-    kind, known = stock_class(type(module)), ROLES[role]
-    keys = (key for known_as in (kind, original(kind)) for key in (known_as, path_of(known_as)))
-    check = next((known[key] for key in keys if key in known), None)
-    if is_parametrized(module):
+def find_problems(
+    bypassed: Iterable[tuple[nn.Module | None, str]], called: nn.Module | None = None
+) -> list[tuple[nn.Module, str]]:
+    """Return the modules whose forward may not be bypassed, with the reasons, see :func:`unsupported`.
+
+    Args:
+        bypassed (Iterable): Modules with their roles in the operation, keys of :data:`.ROLES`.
+        called (nn.Module | None): Which of the modules is called itself. If ``None``, none is. Default: None.
+    """
+    answers, problems = {} if _answers.modules is None else _answers.modules, []
+    for module, role in bypassed:
+        question = id(module), role, module is called and called is not None
+        if question not in answers:
+            answers[question] = _find_problem(module, role, question[2], answers)
+        if answers[question]:
+            problems.append((module, answers[question]))
+    return problems
+
+
+def _find_problem(module, role, called, answers):
+    """Return the answer of :func:`unsupported`; what holds for a class or in every role is kept in ``answers``."""
+    if isinstance(module, nn.Module) and 'parametrizations' in module._modules:
         return 'it is parametrized'
+    kind = stock_class(type(module))
+    if (kind, role) not in answers:
+        answers[kind, role] = _check_of(kind, role)
+    check, problem = answers[kind, role]
     if check is None:
-        return f'it is a {kind.__name__}, which is not supported as {role}'
-    own = None if called else interference(module)
-    return own or replaced_code(kind) or _odd_parameter(module) or check(module)
+        return problem
+    key = id(module)
+    if key not in answers:
+        answers[key] = interference(module), _odd_parameter(module)
+    own, odd = answers[key]
+    return (None if called else own) or problem or odd or check(module)
+
+
+def _check_of(kind, role):
+    """Return the check of a class's settings, or ``None`` if it is unknown in this role; and what is wrong with it."""
+    known = ROLES[role]
+    for known_as in (kind, original(kind)):
+        for key in (known_as, path_of(known_as)):
+            if key in known:
+                return known[key], replaced_code(kind)
+    return None, f'it is a {kind.__name__}, which is not supported as {role}'
+
+
+class _Answers(threading.local):
+    """Answers within :func:`ask_once`: of :func:`unsupported`, and those of :func:`cached_answers` by topic."""
+
+    modules: dict | None = None
+    others: dict[str, dict] | None = None
+
+
+_answers = _Answers()
 
 
 @contextlib.contextmanager
 def ask_once() -> Iterator[None]:
-    """Cache the answers of :func:`unsupported` within the context, in which no module may change."""
-    outer = getattr(_thread, 'answers', None)
-    _thread.answers = {} if outer is None else outer
+    """Cache the answers of :func:`unsupported` within the context, in which no module and no function may change."""
+    outer = _answers.modules, _answers.others
+    if _answers.modules is None:
+        _answers.modules, _answers.others = {}, collections.defaultdict(dict)
     try:
-        yield
+        with check_code_once():
+            yield
     finally:
-        _thread.answers = outer
+        _answers.modules, _answers.others = outer
 
 
-_thread = threading.local()  # attribute `answers`: cached answers of `unsupported`, within `ask_once`
+def cached_answers(topic: str) -> dict:
+    """Return a dictionary for answers that follow from the state of modules, by their ids.
+
+    Args:
+        topic (str): What is asked. Within :func:`ask_once` each topic has one dictionary, otherwise it is a new one.
+    """
+    return {} if _answers.others is None else _answers.others[topic]
 
 
 def _is(kind: type, known: type | str) -> bool:
@@ -107,7 +162,7 @@ def interference(module: nn.Module) -> str | None:
         return 'it has hooks, which a bypass would skip'
     if module.__dict__.get('_compiled_call_impl') is not None:
         return 'it is compiled'
-    if is_parametrized(module):
+    if 'parametrizations' in module._modules:
         return 'it is parametrized'
     return 'its forward pass was replaced' if is_replaced(module) else None
 
@@ -142,8 +197,8 @@ def fairscale_forward(module: nn.Module) -> Callable | None:
         module (nn.Module): The module.
     """
     forward = vars(module).get('forward')
-    found = getattr(getattr(forward, 'func', None), '__module__', None) or ''
-    return forward if found.startswith('fairscale.') else None
+    home = getattr(getattr(forward, 'func', None), '__module__', None) or ''
+    return forward if home.startswith('fairscale.') else None
 
 
 def is_hooked_globally() -> bool:
@@ -159,14 +214,16 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         module (nn.Module): The module.
     """
-    found = {**module._parameters, **vars(module)}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    values = {**module._parameters, **vars(module)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _odd_parameter(module) -> str | None:
     """Return a sentence about the first parameter of a special class, such as a quantised one, or ``None``."""
-    for name, tensor in tensors_in(module).items():
+    for name, tensor in (*module._parameters.items(), *vars(module).items()):
         kind = type(tensor)
+        if not isinstance(tensor, torch.Tensor):
+            continue
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
             return f'its {name} is a {kind.__name__}'
     return None

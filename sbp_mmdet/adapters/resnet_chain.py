@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import mmengine.model
 from mmdet.models.backbones import resnet
@@ -21,7 +21,7 @@ from .bindings import Binding
 from .conv_module import ConvNorm, layers_of
 from .copies import original
 from .csp import CSPBinding
-from .predicate import unsupported
+from .predicate import cached_answers, find_problems, unsupported
 from .roles import ROLES
 
 __all__ = ['LeanStage', 'ResidualChainBinding', 'may_chain']
@@ -65,19 +65,18 @@ class ResidualChainBinding(Binding):
     @functools.cached_property
     def _members(self):
         """Layers of each block, the layer of its shortcut, and the pools in front of that layer."""
-        found = []
+        members = []
         for block in self.blocks:
             shortcut, pools = None, ()
             if block.downsample is not None:
                 *pools, conv, norm = block.downsample
                 shortcut = ConvNorm(conv, norm)
-            found.append(([ConvNorm(*layer) for layer in _layers(block)], shortcut, pools))
-        return found
+            members.append(([ConvNorm(*layer) for layer in _layers(block)], shortcut, pools))
+        return members
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
-        for block in self.blocks:
-            yield from _reads(block)
+        return [read for block in self.blocks for read in _reads(block)]
 
 
 _CHAINS = ResidualChainBinding, CSPBinding
@@ -101,14 +100,14 @@ class LeanStage(LeanModule):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. A chain has the name of its first block, a layer that of its convolution."""
-        found, chain, kind = layers_of(self), [], None
+        parts, chain, kind = layers_of(self), [], None
         for name, block in [*self._modules.items(), (None, None)]:
             own = None if block is None else _kind_of_chain(block)
             if chain and (own is not kind or kind.is_full([block for _, block in chain])):
-                found[chain[0][0]] = kind(tuple(block for _, block in chain))
+                parts[chain[0][0]] = kind(tuple(block for _, block in chain))
                 chain = []
             chain, kind = [*chain, (name, block)] if own else [], own
-        return found
+        return parts
 
     def watches(self):
         """See :meth:`.LeanModule.watches`."""
@@ -146,25 +145,29 @@ def may_chain(block: nn.Module, called: bool = False) -> bool:
         block (nn.Module): A residual block.
         called (bool): Whether the block itself is called, so that hooks on it run in any case. Default: False.
     """
-    return not any(unsupported(module, role, called and module is block) for module, role in _reads(block))
+    answers, question = cached_answers('chains'), (id(block), called)
+    if question not in answers:
+        answers[question] = not find_problems(_reads(block), called=block if called else None)
+    return answers[question]
 
 
-def _reads(block) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
-    yield block, 'residual block'
+def _reads(block) -> list[tuple[nn.Module, str]]:
+    """Return the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
+    reads = [(block, 'residual block')]
     if unsupported(block, 'residual block', called=True):
-        return
+        return reads
     for conv, norm in _layers(block):
-        yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
-    yield block.relu, 'ReLU'
+        reads += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
+    reads.append((block.relu, 'ReLU'))
     if block.downsample is None:
-        return
-    yield block.downsample, 'shortcut of a chain'
+        return reads
+    reads.append((block.downsample, 'shortcut of a chain'))
     if unsupported(block.downsample, 'shortcut of a chain'):
-        return
+        return reads
     *pools, conv, norm = block.downsample
-    yield from ((pool, 'average pool') for pool in pools)
-    yield from ((conv, 'convolution of a chain'), (norm, 'norm of a chain'))
+    reads += [(pool, 'average pool') for pool in pools]
+    reads += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
+    return reads
 
 
 def _layers(block):

@@ -100,8 +100,9 @@ def _is_without_plugins(block):
 
 
 def _has_all_tensors(norm):
-    tensors = (norm.weight, norm.bias, getattr(norm, 'running_mean', norm.weight))
-    return 'it has no weight, bias or running statistics' if any(tensor is None for tensor in tensors) else None
+    if norm.weight is None or norm.bias is None or getattr(norm, 'running_mean', norm.weight) is None:
+        return 'it has no weight, bias or running statistics'
+    return None
 
 
 def _is_pool_and_layer(sequence):

@@ -32,5 +32,5 @@ class RowDraws:
         Returns:
             Sample: The sample.
         """
-        self._latest[name] = found = next_pass(self._latest.get(name))
-        return Sample(ratio, draw_seed(torch.initial_seed(), get_rank(), *found, f'sample of {name}') / 2**63)
+        self._latest[name] = current = next_pass(self._latest.get(name))
+        return Sample(ratio, draw_seed(torch.initial_seed(), get_rank(), *current, f'sample of {name}') / 2**63)

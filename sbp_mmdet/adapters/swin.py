@@ -92,17 +92,18 @@ class LeanSwinBlock(LeanBlock):
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
         """See :meth:`.LeanBlock.others`."""
-        found = {
+        others = {
             (i, 'downsample'): (stage.downsample, _LeanPatchMerging)
             for i, stage in enumerate(backbone.stages[:-1], 1)
             if stage.downsample and stage.downsample.norm
         }
         if backbone.patch_embed.norm:
-            found['patch_embed',] = (backbone.patch_embed, _LeanPatchEmbed)
-        return found | {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
+            others['patch_embed',] = (backbone.patch_embed, _LeanPatchEmbed)
+        norms = {(name,): m for name, m in backbone.named_children() if name.startswith('norm')}
+        return others | {key: (norm, LeanLayerNorm) for key, norm in norms.items()}
 
 
-def _stock(name):
+def _find_stock(name):
     modules = ('mmdet.models.layers.transformer.utils', 'mmcv.cnn.bricks.transformer', 'mmpretrain.models.utils.embed')
     return tuple(f'{module}.{name}' for module in modules)
 
@@ -110,7 +111,7 @@ def _stock(name):
 class _LeanPatchMerging(LeanModule):
     """Patch merging: layer norm and linear layer on 2x2 patches. A kept position is a kept patch (section 3.2.2)."""
 
-    stock = _stock('PatchMerging')
+    stock = _find_stock('PatchMerging')
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -136,7 +137,7 @@ class _LeanPatchEmbed(LeanModule):
     """Patch embedding: convolution and layer norm."""
 
     samples = False
-    stock = _stock('PatchEmbed')
+    stock = _find_stock('PatchEmbed')
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -49,7 +49,10 @@ class LeanBackbone(nn.Module):
                     refused.setdefault(reason, name)
             if refused:
                 reasons = '; '.join(f'{name}: {reason}' for reason, name in refused.items())
-                raise ValueError(f'sbp_cfg cannot be honoured in all of {type(self).__name__}: {reasons}')
+                raise ValueError(
+                    f'sbp_cfg={sbp_cfg!r} cannot be honoured in all of {type(self).__name__}: {reasons}; change these '
+                    'settings, or write sbp_cfg=None and use LeanHook, which leaves such modules unchanged'
+                )
         self.sbp, self._report = settings, report
         verify_at_first_pass(self, settings, report)
 

@@ -51,8 +51,8 @@ def fit_positions(
     if given.shape[2] != own.shape[2]:
         return given
     for front in dict.fromkeys((tokens, 0)):
-        if found := _grid_of(given.shape[1] - front, grid, pretrained_grid):
-            patches = interpolated(given[:, front:], found, grid, mode)
+        if own_grid := _grid_of(given.shape[1] - front, grid, pretrained_grid):
+            patches = interpolated(given[:, front:], own_grid, grid, mode)
             first = given[:, :front] if front else given.new_zeros(1, tokens, given.shape[2])
             return torch.cat([first, patches], 1)
     return given

@@ -373,10 +373,10 @@ def _parse_arch(arch):
             )
         depth, channels, heads = ARCHS[arch]
         return depth, channels, heads, 4 * channels
-    needed = ('num_layers', 'embed_dims', 'num_heads')
-    if not isinstance(arch, dict) or not {*needed} <= set(arch) <= {*needed, 'feedforward_channels'}:
-        raise ValueError(f'arch={arch!r} must have {needed}, and may have "feedforward_channels"')
-    depth, channels, heads = (arch[key] for key in needed)
+    required = ('num_layers', 'embed_dims', 'num_heads')
+    if not isinstance(arch, dict) or not {*required} <= set(arch) <= {*required, 'feedforward_channels'}:
+        raise ValueError(f'arch={arch!r} must have {required}, and may have "feedforward_channels"')
+    depth, channels, heads = (arch[key] for key in required)
     if channels % heads:
         raise ValueError(f'arch: num_heads={heads} must divide embed_dims={channels}')
     return depth, channels, heads, arch.get('feedforward_channels', 4 * channels)

@@ -163,15 +163,15 @@ def _forward(settings, tensors, needs):
     branch = F.linear(out, t.proj_weight.to(dtype), t.proj_bias.to(dtype))
     y = add_branch(t.x, [(Chunk.whole(branch), branch)], t.gamma, t.factor, dtype)
 
-    storage, seen = settings.form.storage, _seen(settings, kept)
+    storage, seen = settings.form.storage, _tokens_with_gradients(settings, kept)
     runs_again = kept is None and t.heads is None and not settings.form.recomputed
-    behind, with_output = _asked(needs)
+    through_softmax, with_output = _needed_gradients(needs)
     stored_xhat = stored_out = stored_lse = None
-    if behind or (runs_again and with_output):
+    if through_softmax or (runs_again and with_output):
         stored_xhat = store(take(xhat, seen), storage)
-    if not runs_again and (behind or with_output):
-        stored_out = store(_of_heads(take(out, kept), settings, t), storage)
-    if not runs_again and behind:
+    if not runs_again and (through_softmax or with_output):
+        stored_out = store(_select_heads(take(out, kept), settings, t), storage)
+    if not runs_again and through_softmax:
         stored_lse = take(lse.transpose(1, 2), kept)
         stored_lse = stored_lse if t.heads is None else stored_lse.index_select(2, t.heads)
     rstd = take(rstd, seen) if needs.x else None
@@ -179,18 +179,18 @@ def _forward(settings, tensors, needs):
     return y, AttentionSaved(stored_xhat, rstd, stored_out, stored_lse, kept, given, qkv)
 
 
-def _asked(needs):
+def _needed_gradients(needs):
     """Return which gradients are needed: through the softmax, and of a product with the output O."""
     through_softmax = needs.x or needs.norm_weight or needs.norm_bias or needs.qkv_weight or needs.qkv_bias
     return through_softmax, needs.proj_weight or needs.gamma
 
 
-def _seen(settings, kept):
+def _tokens_with_gradients(settings, kept):
     """Return the tokens whose x-hat, keys and values get gradients, or ``None`` for all."""
     return kept if settings.mode == 'qkv' else None
 
 
-def _channels(settings, t, parts=1):
+def _head_channels(settings, t, parts=1):
     """Return the indices of the kept heads' channels in ``parts`` times C channels, or ``None`` for all."""
     if t.heads is None:
         return None
@@ -200,13 +200,13 @@ def _channels(settings, t, parts=1):
     return torch.cat([own + part * c for part in range(parts)])
 
 
-def _of_heads(rows, settings, t):
+def _select_heads(rows, settings, t):
     """Return the kept heads' part of rows (..., C)."""
-    channels = _channels(settings, t)
+    channels = _head_channels(settings, t)
     return rows if channels is None else rows.index_select(-1, channels)
 
 
-def _among_all(part, channels, dim, like):
+def _scatter_heads(part, channels, dim, like):
     """Return the gradient of all heads' channels from that of the kept heads', zero for the others."""
     return part if channels is None else part.new_zeros(like.shape).index_copy_(dim, channels, part)
 
@@ -224,15 +224,15 @@ def _backward(settings, saved, grad, needs):
     incoming = take(grad, saved.keep)
     incoming = incoming if t.factor is None else incoming * t.factor[:, None, None]
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype)
-    weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _channels(settings, t, 3))
+    weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _head_channels(settings, t, 3))
     q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)
     projection = _projection_gradients(settings, t, needs, incoming, out)
-    if not _asked(needs)[0]:
+    if not _needed_gradients(needs)[0]:
         return AttentionGradients(*[None] * 5, *projection)
     # dO = (gamma * g) W_p. The kernel computes dM = S * (dO V^T - rowsum(dO * O)) entry by entry, and from it
     # dQ = dM K / sqrt(d), dK = dM^T Q / sqrt(d) and dV = S^T dO, for the queries, keys and heads that it is given.
     g = incoming if t.gamma is None else incoming * t.gamma
-    g = to_heads(g.to(settings.dtype) @ _of_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
+    g = to_heads(g.to(settings.dtype) @ _select_heads(t.proj_weight, settings, t).to(settings.dtype), q.shape[-1])
     del incoming
     parts = attend_backward(g, q, k, v, to_heads(out, q.shape[-1]), lse)
     dq, dk, dv = (to_rows(part) for part in parts)
@@ -241,8 +241,8 @@ def _backward(settings, saved, grad, needs):
     layer = _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
     dx = None
     if needs.x:
-        branch = normalise_backward(_xhat_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
-        seen, branch = _seen(settings, saved.keep), branch.to(grad.dtype)
+        branch = normalise_backward(_normed_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd)
+        seen, branch = _tokens_with_gradients(settings, saved.keep), branch.to(grad.dtype)
         dx = grad + branch if seen is None else add_rows_(grad.clone(), seen, branch)
     return AttentionGradients(dx, *layer, *projection)
 
@@ -265,7 +265,7 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, to_rows(out), lse
 
 
-def _product(drawn, a, b):
+def _estimate_product(drawn, a, b):
     """Compute a^T b of rows (N, K, ...) in full precision, estimated if rows are sampled."""
     return accumulate(None, drawn.divided(a.flatten(0, 1)), drawn.of(b.flatten(0, 1)))
 
@@ -275,28 +275,28 @@ def _projection_gradients(settings, t, needs, incoming, out):
     outer, total = None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
-        outer = _product(draw(settings.form.sample, rows), rows[None], out)
+        outer = _estimate_product(draw(settings.form.sample, rows), rows[None], out)
         outer = outer if unit is None else outer * unit[:, None]
-    weight = None if t.gamma is None else _of_heads(t.proj_weight, settings, t)
+    weight = None if t.gamma is None else _select_heads(t.proj_weight, settings, t)
     dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
-    return None if dw is None else _among_all(dw, _channels(settings, t), 1, t.proj_weight), db, dgamma
+    return None if dw is None else _scatter_heads(dw, _head_channels(settings, t), 1, t.proj_weight), db, dgamma
 
 
 def _layer_gradients(settings, t, needs, xhat, parts, queries):
     """Return the gradients of the norm's affine part and of the layer to Q, K and V."""
-    channels = _channels(settings, t, 3)
+    channels = _head_channels(settings, t, 3)
     db = torch.cat([column_sums(part.flatten(0, 1)) for part in parts])
-    db = _among_all(db, channels, 0, t.qkv_weight[:, 0])
+    db = _scatter_heads(db, channels, 0, t.qkv_weight[:, 0])
     dw = None
     if needs.norm_weight or needs.qkv_weight:
         rows = (take(xhat, queries), xhat, xhat)
         drawn = draw(settings.form.sample, *(part.flatten(0, 1) for part in parts))
-        dw = torch.cat([_product(drawn, part, seen) for part, seen in zip(parts, rows, strict=True)])
-        dw = _among_all(dw, channels, 0, t.qkv_weight)
+        dw = torch.cat([_estimate_product(drawn, part, seen) for part, seen in zip(parts, rows, strict=True)])
+        dw = _scatter_heads(dw, channels, 0, t.qkv_weight)
     return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 
 
-def _xhat_gradient(weight, dq, dk, dv, queries):
+def _normed_gradient(weight, dq, dk, dv, queries):
     """Return dQ W_Q + dK W_K + dV W_V, the gradient of x-hat; dQ has the rows of the tokens ``queries`` alone."""
     wq, wk, wv = weight.chunk(3)
     return add_rows_((dk @ wk).add_(dv @ wv), queries, dq @ wq)

@@ -29,7 +29,7 @@ def reference_attention(settings, tensors) -> Tensor:
     if settings.mode == 'head' and t.heads is not None:
         branch = _by_heads(settings, t)
     elif t.positions is None:
-        branch = _project(t, _with_map(*_qkv(settings, t, t.x, 0, 3)))
+        branch = _project(t, _attend(*_qkv(settings, t, t.x, 0, 3)))
     else:
         branch = _by_tokens(settings, t)
     if t.factor is None:
@@ -52,7 +52,7 @@ def _project(t, out):
     return out if t.gamma is None else out * t.gamma
 
 
-def _with_map(q, k, v, others=None):
+def _attend(q, k, v, others=None):
     """Compute attention from a map M of queries and keys that get gradients.
 
     Args:
@@ -88,7 +88,7 @@ def _by_tokens(settings, t):
             keys, values = torch.cat([k, k_drop], 2), torch.cat([v, v_drop], 2)
             if k_drop.shape[2]:
                 others = attend(q.detach(), k_drop, v_drop)
-    branch = _project(t, _with_map(q, k, v, others))
+    branch = _project(t, _attend(q, k, v, others))
     with torch.no_grad():
         rest = _project(t, attend(q_drop, keys.detach(), values.detach())[0])
         whole = branch.new_empty(t.x.shape[:2] + branch.shape[2:])
@@ -99,7 +99,7 @@ def _by_tokens(settings, t):
 
 def _by_heads(settings, t):
     """Compute the branch with gradients of the contribution of the kept heads."""
-    out = _with_map(*_qkv(settings, t, t.x, 0, 3, t.heads)).transpose(1, 2).flatten(2)
+    out = _attend(*_qkv(settings, t, t.x, 0, 3, t.heads)).transpose(1, 2).flatten(2)
     others = torch.ones(settings.num_heads, dtype=torch.bool, device=t.x.device)
     others[t.heads] = False
     weight = t.proj_weight.unflatten(1, (settings.num_heads, -1))

@@ -158,7 +158,7 @@ def _write_text(s, t, z, out):
     return z + t['gamma_l'] * _linear(s, t, out.transpose(1, 2).flatten(2), 'out_l')
 
 
-def _image_rows(s, t, rows, key, value, bias):
+def _write_image_rows(s, t, rows, key, value, bias):
     """Compute the new tokens x' of an image for some of its tokens, their scores S in full precision, and their values.
 
     Args:
@@ -177,22 +177,22 @@ def _image_rows(s, t, rows, key, value, bias):
     scores = (query @ key.mT).clamp(-LIMIT, LIMIT)
     scores = scores.to(accumulator(scores))
     seen = (scores if bias is None else scores + bias).softmax(-1)
-    seen = _dropped(s, seen).to(s.dtype)
+    seen = _apply_dropout(s, seen).to(s.dtype)
     branch = _linear(s, t, (seen @ value).transpose(0, 1).flatten(1), 'out_v')
     return y + t['gamma_v'] * branch, scores, _by_heads(s, _linear(s, t, y, 'value_v'))
 
 
-def _dropped(s, weights):
-    """Apply dropout to the weights of an attention."""
+def _apply_dropout(s, weights):
+    """Return attention weights after dropout."""
     factor = dropout_factor(weights, s.dropout)
     return weights if factor is None else weights * factor
 
 
-def _of_image(x, n):
+def _take_image(x, n):
     return None if x is None else x[n]
 
 
-def _row_chunks(s, t):
+def _cut_rows(s, t):
     """Return the chunks of the tokens of an image, as slices."""
     width = max(s.num_heads * t.text.shape[1], len(t.query_weight))
     return [chunk.rows for chunk in chunks(1, t.x.shape[1], width, t.x.device, s.chunk)]
@@ -209,8 +209,8 @@ def _forward(s, tensors, needs):
     total, out = torch.zeros_like(top), key.new_zeros(key.shape, dtype=full)
     image = t.x.new_empty(t.x.shape, dtype=torch.promote_types(t.x.dtype, t.gamma_v.dtype))
     for n in range(len(t.x)):
-        for part in _row_chunks(s, t):
-            rows, scores, own = _image_rows(s, named, t.x[n, part], key[n], value[n], _of_image(t.bias, n))
+        for part in _cut_rows(s, t):
+            rows, scores, own = _write_image_rows(s, named, t.x[n, part], key[n], value[n], _take_image(t.bias, n))
             image[n, part] = rows
             if t.mask is not None:
                 scores = scores.masked_fill(t.mask[n, part, None], float('-inf'))
@@ -218,13 +218,13 @@ def _forward(s, tensors, needs):
             new = torch.maximum(top[n], scores.amax(1))
             scale, weights = (top[n] - new).exp(), (scores - new[:, None]).exp()
             top[n], total[n] = new, total[n] * scale + weights.sum(1)
-            out[n] = out[n] * scale[..., None] + (_dropped(s, weights).to(s.dtype).mT @ own)
+            out[n] = out[n] * scale[..., None] + (_apply_dropout(s, weights).to(s.dtype).mT @ own)
     out = (out / total[..., None]).to(s.dtype)
     text = _write_text(s, named, z, out)
     return torch.cat([image, text.to(image.dtype)], 1), BiAttentionSaved(t, out, top + total.log(), state)
 
 
-def _names_of(needs, others, layers, gamma):
+def _list_needed(needs, others, layers, gamma):
     """Return the names of the needed gradients of some layers and other inputs."""
     names = [*others, gamma, *(f'{layer}_{kind}' for layer in layers for kind in ('weight', 'bias'))]
     return [name for name in names if getattr(needs, name, True)]
@@ -233,7 +233,7 @@ def _names_of(needs, others, layers, gamma):
 def _backward(s, saved, grad, needs):
     t, out, *_ = saved
     grad, of_text = grad.split([t.x.shape[1], t.text.shape[1]], 1)
-    names = _names_of(needs, ['text'], _OF_TEXT, 'gamma_l')
+    names = _list_needed(needs, ['text'], _OF_TEXT, 'gamma_l')
     with torch.enable_grad():
         own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
         z, key, value = _read_text(s, own, own['text'])
@@ -241,13 +241,13 @@ def _backward(s, saved, grad, needs):
         text = _write_text(s, own, z, out)
     (dout,) = torch.autograd.grad(text, [out], of_text.to(text.dtype), retain_graph=True)
     with replayed(grad.device, saved.state):
-        found, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
-    asked = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
+        gradients, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
+    differentiable = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
     if names:
-        outs, grads = zip(*asked, strict=True)
+        outs, grads = zip(*differentiable, strict=True)
         grads = [g.to(o.dtype) for o, g in zip(outs, grads, strict=True)]
-        found |= dict(zip(names, torch.autograd.grad(outs, [own[name] for name in names], grads), strict=True))
-    return BiAttentionGradients(**found)
+        gradients |= dict(zip(names, torch.autograd.grad(outs, [own[name] for name in names], grads), strict=True))
+    return BiAttentionGradients(**gradients)
 
 
 def _rows_backward(s, saved, grad, needs, dout, key, value):
@@ -259,33 +259,33 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
     """
     t, out, lse, _ = saved
     delta = (dout * out).sum(-1, dtype=lse.dtype)  # D of each row of the second softmax
-    names = _names_of(needs, [], _OF_ROWS, 'gamma_v')
-    found = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
+    names = _list_needed(needs, [], _OF_ROWS, 'gamma_v')
+    sums = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(t.x)) for name in names}
     dx = torch.empty_like(t.x) if needs.x else None
     dkey, dvalue = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
     for n in range(len(t.x)):
-        for part in _row_chunks(s, t):
+        for part in _cut_rows(s, t):
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (t.x[n, part], key[n], value[n])]
                 own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
-                made = _image_rows(s, own, *leaves, _of_image(t.bias, n))
-            weights = (made[1].detach() - lse[n, :, None]).exp()  # P transposed, P = exp(S^T - lse)
+                rows_made = _write_image_rows(s, own, *leaves, _take_image(t.bias, n))
+            weights = (rows_made[1].detach() - lse[n, :, None]).exp()  # P transposed, P = exp(S^T - lse)
             if t.mask is not None:
                 weights = weights.masked_fill(t.mask[n, part, None], 0.0)
             # dP = dO V^T, dS^T = P * (dP - D), dV = P^T dO, all transposed; dropout multiplies P by `factor`.
-            dweights = (made[2].detach() @ dout[n].mT).to(weights.dtype)
+            dweights = (rows_made[2].detach() @ dout[n].mT).to(weights.dtype)
             factor = dropout_factor(weights, s.dropout)
             dscores = weights * (scaled_(dweights, factor) - delta[n, :, None])
             down = scaled_(weights, factor).to(s.dtype) @ dout[n]
             wanted = [*leaves, *(own[name] for name in names)]
-            gradients = torch.autograd.grad(made, wanted, [grad[n, part].to(made[0].dtype), dscores, down])
+            gradients = torch.autograd.grad(rows_made, wanted, [grad[n, part].to(rows_made[0].dtype), dscores, down])
             if needs.x:
                 dx[n, part] = gradients[0]
             dkey[n] += gradients[1]
             dvalue[n] += gradients[2]
             for name, gradient in zip(names, gradients[3:], strict=True):
-                found[name] += gradient
-    return dict(found, x=dx), dkey, dvalue
+                sums[name] += gradient
+    return dict(sums, x=dx), dkey, dvalue
 
 
 _operation = Operation('BiAttention', _forward, _backward, BiAttentionGradients)

@@ -197,7 +197,7 @@ def _forward(settings, tensors, needs):
 
 def _normalised(settings, t, needs):
     """Return x-hat and its reciprocal deviation, if they are saved."""
-    saves = _asked(needs)[1] and t.conv is None
+    saves = _needed_gradients(needs)[1] and t.conv is None
     return normalise(tokens_of(t.x), settings.eps, settings.dtype) if saves else (None, None)
 
 
@@ -206,7 +206,7 @@ def _save(settings, tensors, needs, normalised=None):
     if full.saves_input(settings, t):
         return _save_input(settings, t, needs)
     keep = settings.form.kept(t.positions)
-    _, hidden, anything = _asked(needs)
+    _, hidden, anything = _needed_gradients(needs)
     if not anything:
         return None
     xhat, rstd = normalised or _normalised(settings, t, needs)
@@ -220,11 +220,11 @@ def _save(settings, tensors, needs, normalised=None):
 
 
 def _save_input(settings, t, needs):
-    _, hidden, anything = _asked(needs)
+    _, hidden, anything = _needed_gradients(needs)
     return full.save(t, settings.form.kept(t.positions), hidden) if anything else None
 
 
-def _asked(needs):
+def _needed_gradients(needs):
     """Return which gradients are needed: through the GELU, of the hidden layer, any of the branch."""
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
     hidden = through_gelu or needs.weight2 or needs.gamma
@@ -235,7 +235,7 @@ def _branch(settings, t, x, xhat):
     """Yield chunks of the rows x (N, L, C) and their branch without layer scale, from x-hat if that is given."""
     weights = MLPWeights.folded(t, settings.dtype)
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
-        rows = chunk.rows_of(x if xhat is None else xhat)
+        rows = chunk.take_rows(x if xhat is None else xhat)
         rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
         hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
         rows = torch.addmm(weights.b2, hidden, weights.w2.t())
@@ -283,7 +283,7 @@ class _BackwardPass:
         self.sums = types.SimpleNamespace(  # None where no gradient needs it
             outer=Sum(self.t.weight2) if outer else None,
             w1=Sum(self.t.weight1) if w1 else None,
-            b1=Sum(self.t.bias1) if _asked(needs)[0] else None,
+            b1=Sum(self.t.bias1) if _needed_gradients(needs)[0] else None,
         )
         self.means = [None, None]
         if settings.form.sample and self.grad.numel() and (outer or w1):
@@ -329,7 +329,7 @@ class _BackwardPass:
         """Recompute x-hat, its reciprocal deviation if it is needed, and the hidden layer of a chunk."""
         dtype, saved = self.settings.dtype, self.saved
         if self.x is not None:
-            xhat, rstd = normalise(chunk.rows_of(self.x), self.settings.eps, dtype)
+            xhat, rstd = normalise(chunk.take_rows(self.x), self.settings.eps, dtype)
         else:
             xhat = saved.xhat.part(chunk.images, chunk.rows).load(dtype).flatten(0, 1)
             rstd = None if saved.rstd is None else saved.rstd[chunk.images, chunk.rows]

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import take
 from .common.folding import add_branch
 from .common.layouts import (
+    as_rows,
     chunks,
     empty_tokens,
     from_rows,
@@ -27,7 +28,6 @@ from .common.layouts import (
     laid_out,
     layout_of,
     put_together,
-    rows_of,
     tokens_of,
 )
 from .common.precision import accumulate, in_full_precision, zeros_for
@@ -79,9 +79,9 @@ def forward(settings, t) -> Tensor:
     """
     parts = _chunks(settings, t, t.x)
     if len(parts) == 1 and t.factor is None:
-        return _add_whole(t, _rows(settings, t, rows_of(t.x)))
+        return _add_whole(t, _run_rows(settings, t, as_rows(t.x)))
     x = tokens_of(t.x)
-    branch = ((chunk, _rows(settings, t, chunk.rows_of(x))) for chunk in parts)
+    branch = ((chunk, _run_rows(settings, t, chunk.take_rows(x))) for chunk in parts)
     return add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
 
 
@@ -107,7 +107,7 @@ def _chunks(settings, t, x, keep=None):
     return chunks(x.shape[0], length if keep is None else len(keep), t.weight1.shape[0], x.device, settings.chunk)
 
 
-def _rows(settings, t, rows):
+def _run_rows(settings, t, rows):
     rows = torch.layer_norm(rows, rows.shape[1:], t.norm_weight, t.norm_bias, settings.eps)
     hidden = aten.gelu_.default(F.linear(rows, t.weight1, t.bias1), approximate=settings.approximate)
     return F.linear(hidden, t.weight2, t.bias2)
@@ -139,21 +139,21 @@ def backward(settings, saved: SavedInput, grad: Tensor, needs) -> tuple[Tensor |
     parts = _chunks(settings, t, grad, keep)
     x = saved.x if t.conv is None else t.conv.run()
     if len(parts) == 1 and keep is None and t.factor is None:
-        rows = None if x is None else rows_of(x)
-        dx = run.add(rows_of(grad), rows, grad.shape[0])
+        rows = None if x is None else as_rows(x)
+        dx = run.add(as_rows(grad), rows, grad.shape[0])
         return None if dx is None else from_rows(dx, grad.shape), run.gradients()
     tokens, x = tokens_of(grad), x if t.conv is None else take(tokens_of(x), keep)
     kept = tokens.shape[1] if keep is None else len(keep)
     if settings.form.sample and run.weights and tokens.numel():
-        run.find_means(*run.activations(some_rows(len(x), kept).rows_of(x)))
+        run.find_means(*run.activations(some_rows(len(x), kept).take_rows(x)))
     layout = saved.layout if keep is None else None
     dx = empty_tokens((len(tokens), kept, tokens.shape[2]), layout, grad.dtype, grad.device) if needs.x else None
     for chunk in parts:
         part = tokens[chunk.images, chunk.rows]
         if keep is not None:
-            part = chunk.rows_of(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
+            part = chunk.take_rows(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
         rows = run.add(
-            _times_factor(t, part, chunk.images).reshape(-1, tokens.shape[2]), None if x is None else chunk.rows_of(x)
+            _times_factor(t, part, chunk.images).reshape(-1, tokens.shape[2]), None if x is None else chunk.take_rows(x)
         )
         if needs.x:
             chunk.put_(dx, rows)
@@ -216,7 +216,7 @@ class _Sums:
         rows, hidden, mean, rstd = self.activations(x)
         if self.settings.form.sample and images and self.weights:
             chunk = some_rows(images, x.shape[0] // images)
-            self.find_means(*[chunk.rows_of(part.view(images, -1, part.shape[1])) for part in (rows, hidden)])
+            self.find_means(*[chunk.take_rows(part.view(images, -1, part.shape[1])) for part in (rows, hidden)])
         drawn = draw(self.settings.form.sample, grad)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
@@ -242,17 +242,17 @@ class _Sums:
         total = self.sums.get(name)
         self.sums[name] = part if total is None else total.add_(part)
 
-    def _sum(self, name):
+    def _get_sum(self, name):
         total = self.sums.get(name)
         return zeros_for(getattr(self.t, name)) if total is None else total
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
         t, needs = self.t, self.needs
-        total, b1 = self._sum('bias2'), self._sum('bias1') if self.first else None
-        w1 = add_mean_term_(self._sum('weight1'), b1, self.means[0]) if needs.weight1 else None
-        outer = add_mean_term_(self._sum('weight2'), total, self.means[1]) if self.outer else None
-        norm = [self._sum(name) if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
+        total, b1 = self._get_sum('bias2'), self._get_sum('bias1') if self.first else None
+        w1 = add_mean_term_(self._get_sum('weight1'), b1, self.means[0]) if needs.weight1 else None
+        outer = add_mean_term_(self._get_sum('weight2'), total, self.means[1]) if self.outer else None
+        norm = [self._get_sum(name) if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
         if t.gamma is None:
             return [*norm, w1, b1, outer, total, None]
         bias2, gamma = total * t.gamma, None

@@ -209,8 +209,8 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     source = kept(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
     folded = folds(s, t, x)
-    (factors,) = found = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
-    z = convolve(s, t, x, factors.column, *shifts_of_fixed([(s, t)], found)) if folded else convolve(s, t, x)
+    (factors,) = all_factors = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
+    z = convolve(s, t, x, factors.column, *shifts_of_fixed([(s, t)], all_factors)) if folded else convolve(s, t, x)
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = normalise(s, t, z)
@@ -316,18 +316,18 @@ def _activate(s, t, z, u, statistics):
 
 def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, needs):
     """Run the backward pass of :func:`conv_norm`, see :mod:`sbp_mmdet.ops.common.autograd_function`."""
-    s, found = settings, {}
+    s, of_tensors = settings, {}
     if s.activation is not None:  # du = act'(u) dy
         grad = (saved.active or saved.normed).activation_backward(grad)
     if needs.residual:
-        found['residual'] = cast(grad, saved.dtypes[1])
+        of_tensors['residual'] = cast(grad, saved.dtypes[1])
     if saved.statistics is not None:  # dz = norm'(z) du
         if saved.normed is None:
             z = cast(convolve(s, saved.tensors, _bordered(s, saved.input.load(s.dtype))), grad.dtype)
         else:
             z = saved.normed.before_norm(grad.dtype)
         gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
-        grad, found['norm_weight'], found['norm_bias'] = gradients
+        grad, of_tensors['norm_weight'], of_tensors['norm_bias'] = gradients
     if saved.input is None:  # only the input's shape is read, so one number stands for all of its values
         left, right, top, bottom = s.border
         *images, height, width = saved.shape
@@ -338,8 +338,8 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if s.norm == 'fixed' and s.dtype == torch.float16:
         (parts,) = parts_in_half([saved.factors])
     dx, own = convolve_backward(s, saved.tensors, saved.factors, parts, x, grad, needs)
-    found |= gradients_of_fixed([own])[0] if s.norm == 'fixed' else own
-    return ConvNormGradients(**found, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
+    of_tensors |= gradients_of_fixed([own])[0] if s.norm == 'fixed' else own
+    return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
 
 
 def _bordered(s, x, sign=1):
@@ -390,10 +390,10 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
         if needs.weight:
             dweight = dweight.mul_(column) if dweight.dtype is column.dtype else dweight * column
         return dx, FixedGradients(t, factors, needs, dweight, products, dbias, factor)
-    found = {'weight': cast(dweight, t.weight.dtype)} if needs.weight else {}
+    gradients = {'weight': cast(dweight, t.weight.dtype)} if needs.weight else {}
     if needs.bias:
-        found['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
-    return dx, found
+        gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
+    return dx, gradients
 
 
 _conv_norm = Operation('ConvNorm', forward, backward, ConvNormGradients)

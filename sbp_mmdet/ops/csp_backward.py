@@ -91,7 +91,7 @@ class CSPBackward:
             dx = self._blocks_backward(None, grad)
         return dx, [*dgate, *parameter_gradients(self.found)]
 
-    def _source(self, like):
+    def _load_source(self, like):
         """Return the input of the first layers, or one number for all of it if its values are not read."""
         source = self.saved.source
         return like.new_empty(1).expand(self.shape) if source is None else source.load(self.dtype)
@@ -99,12 +99,12 @@ class CSPBackward:
     def _whole_backward(self, grad):
         last, dgate = len(self.members) - 1, (None, None)
         missing = [i for i in (0, 1) if self.maps[i] is None]
-        x = self._source(grad) if missing else None
+        x = self._load_source(grad) if missing else None
         for i in missing:
             self._recompute(i, x)
         del x
-        last_groups, out = self._inputs(len(self.saved.sums), grad)
-        whole = torch.cat((self._output(last - 1) if out is None else out, self._output(0)), 1)
+        last_groups, out = self._block_inputs(len(self.saved.sums), grad)
+        whole = torch.cat((self._layer_output(last - 1) if out is None else out, self._layer_output(0)), 1)
         del out
         gate = None if self.saved.gate is None else F.hardsigmoid(self.saved.gate)
         grad = self._activation_backward(last, grad)
@@ -116,7 +116,7 @@ class CSPBackward:
             return None, dgate
         width = self.members[0].t.weight.shape[0]
         grad, past = grad.split_with_sizes((grad.shape[1] - width, width), 1)
-        dx, x = self._blocks_backward(last_groups, grad), self._source(grad)
+        dx, x = self._blocks_backward(last_groups, grad), self._load_source(grad)
         if dx is not None:
             dx = self._layer_backward(1, x, self._activation_backward(1, dx))
         past = self._layer_backward(0, x, self._activation_backward(0, past))
@@ -127,21 +127,21 @@ class CSPBackward:
         weight = self.gate[0]
         dgate = aten.hardsigmoid_backward.default((grad * x).sum((2, 3), keepdim=True), self.saved.gate)
         geometry = (1, 1), (0, 0), (1, 1), False, (0, 0), 1
-        dpooled, *found = aten.convolution_backward.default(
+        dpooled, *gradients = aten.convolution_backward.default(
             dgate, self.saved.pooled, cast(weight, dgate.dtype), weight.shape[:1], *geometry, (True, *self.needs_gate)
         )
-        found = [None if g is None else cast(g, p.dtype) for g, p in zip(found, self.gate, strict=True)]
-        return grad.mul_(gate).add_(dpooled, alpha=1 / (x.shape[2] * x.shape[3])), found
+        gradients = [None if g is None else cast(g, p.dtype) for g, p in zip(gradients, self.gate, strict=True)]
+        return grad.mul_(gate).add_(dpooled, alpha=1 / (x.shape[2] * x.shape[3])), gradients
 
     def _blocks(self):
         """Return the first layer of each block, the one behind its last, and whether it adds its input."""
-        found, start = [], 2 if self.settings.whole else 0
+        blocks, start = [], 2 if self.settings.whole else 0
         for layers, adds in zip(self.settings.blocks, self.settings.adds, strict=True):
-            found.append((start, start + layers, adds))
+            blocks.append((start, start + layers, adds))
             start += layers
-        return found
+        return blocks
 
-    def _inputs(self, group, like):
+    def _block_inputs(self, group, like):
         """Return the inputs of a group of blocks, and the output of the last block if there is a CSP layer around it.
 
         ``None`` stands for the output of the layer in front, which is recomputed when it is needed. Outputs of
@@ -156,18 +156,18 @@ class CSPBackward:
             saved = self.saved.sums[group - 1]
             x = saved and saved.load(self.dtype)
         elif not self.settings.whole:
-            x = self._source(like)
+            x = self._load_source(like)
         for start, stop, adds in blocks[group * GROUP : (group + 1) * GROUP]:
             inputs.append(x)
             for i in range(start, stop):
                 if self.maps[i] is None:
-                    self._recompute(i, self._output(i - 1) if i > start or x is None else x)
+                    self._recompute(i, self._layer_output(i - 1) if i > start or x is None else x)
             within = len(inputs) < GROUP and stop < len(self.members)
             if not adds:
                 x = None
             elif within or (self.settings.whole and stop == len(self.members) - 1):
-                inputs[-1] = past = self._output(start - 1) if x is None else x
-                out = self._output(stop - 1)
+                inputs[-1] = past = self._layer_output(start - 1) if x is None else x
+                out = self._layer_output(stop - 1)
                 x = out.add_(past) if self._is_new(stop - 1) else out + past
         return inputs, x
 
@@ -175,19 +175,19 @@ class CSPBackward:
         """Return the gradient of the first block's input, or ``None`` if it is not needed.
 
         Args:
-            inputs (list[Tensor | None] | None): Inputs of the last group, see :meth:`_inputs`. If ``None``, they are
-                recomputed.
+            inputs (list[Tensor | None] | None): Inputs of the last group, see :meth:`_block_inputs`. If ``None``, they
+                are recomputed.
             grad (Tensor): Gradient of the last block's output.
         """
         blocks = self._blocks()
         for n in reversed(range(len(blocks))):
             start, stop, adds = blocks[n]
-            inputs = inputs or self._inputs(n // GROUP, grad)[0]
+            inputs = inputs or self._block_inputs(n // GROUP, grad)[0]
             given, past = inputs.pop(), grad
-            given = self._output(start - 1) if given is None else given
+            given = self._layer_output(start - 1) if given is None else given
             grad = self._activation_backward(stop - 1, grad)
             for i in reversed(range(start, stop)):
-                below = self._input(i - 1) if i > start else None
+                below = self._activation_input(i - 1) if i > start else None
                 source = given if below is None else self.members[i - 1].s.activation(below)
                 grad = self._layer_backward(i, source, grad)
                 if grad is None:
@@ -198,7 +198,7 @@ class CSPBackward:
         return grad
 
     def _activation_backward(self, i, grad):
-        return self.members[i].s.activation.backward(grad, self._input(i))
+        return self.members[i].s.activation.backward(grad, self._activation_input(i))
 
     def _layer_backward(self, i, x, grad):
         """Compute the gradients of convolution and norm; return that of the input x, or ``None`` if it is not needed.
@@ -223,7 +223,7 @@ class CSPBackward:
         z, u = rerun_layer(self.members[i], x, self.layers[i])
         self.maps[i] = KeptMap(u if self.layers[i].statistics is None else z)
 
-    def _input(self, i):
+    def _activation_input(self, i):
         """Return the input of a layer's activation, which must not be written to unless :meth:`_is_new`."""
         map, member, layer = self.maps[i], self.members[i], self.layers[i]
         if map.unit is None and layer.statistics is None:
@@ -242,6 +242,6 @@ class CSPBackward:
         """Return whether the input of a layer's activation is no saved tensor."""
         return self.layers[i].statistics is not None or self.maps[i].unit is not None
 
-    def _output(self, i):
+    def _layer_output(self, i):
         """Return the output of a layer, which may be written to if :meth:`_is_new`."""
-        return self.members[i].s.activation(self._input(i), inplace=self._is_new(i))
+        return self.members[i].s.activation(self._activation_input(i), inplace=self._is_new(i))

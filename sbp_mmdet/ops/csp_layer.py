@@ -98,10 +98,10 @@ class _Node(torch.autograd.Function):
         with no_autocast(leaves[0]):
             run = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), ctx.needs)
             y = run.run(leaves[0], leaves[1:3])
-        found = []
+        tensors_saved = []
         ctx.settings, ctx.dtype, ctx.shape = settings, leaves[0].dtype, leaves[0].shape
-        ctx.structure = take_tensors_out(run.saved, found)
-        ctx.save_for_backward(*found, *leaves[1:3], *run.flat(tensors))
+        ctx.structure = take_tensors_out(run.saved, tensors_saved)
+        ctx.save_for_backward(*tensors_saved, *leaves[1:3], *run.flat(tensors))
         return y
 
     @staticmethod
@@ -112,8 +112,8 @@ class _Node(torch.autograd.Function):
         gate = next(tensors), next(tensors)
         with no_autocast(grad):
             run = CSPBackward(ctx.settings, saved, [*tensors], gate, ctx.shape, ctx.needs, ctx.needs_input_grad[2:5])
-            dx, found = run.run(grad)
-        return None, None, None if dx is None else cast(dx, ctx.dtype), *found
+            dx, gradients = run.run(grad)
+        return None, None, None if dx is None else cast(dx, ctx.dtype), *gradients
 
 
 def _saves_output(settings, number, weight):
@@ -173,12 +173,14 @@ class _Forward:
         return y
 
     def _needs_source(self):
+        """Return whether the backward pass reads the values of the layer's input."""
         s = self.settings
         if self.needs is None or s.layers[0].form.minimal or not s.whole:
             return self.needs is not None
         return any([weight_needed(*pair) for pair in zip(s.layers[:2], self.needs[:2], strict=True)])
 
     def _layer(self, i, x):
+        """Run a layer and save what its backward pass needs: the output of the convolution, or of the norm."""
         member = self.members[i]
         act, storage = member.s.activation, member.s.form.storage
         z, u, self.layers[i] = run_layer(member, x)
@@ -200,6 +202,7 @@ class _Forward:
         return act(u, inplace=True)
 
     def _blocks(self, x, i):
+        """Run the blocks, whose first layer has the index ``i``, and save the input of each further group of blocks."""
         for n, (number, adds) in enumerate(zip(self.settings.blocks, self.settings.adds, strict=True)):
             if n and n % GROUP == 0 and self.needs is not None:
                 # The output of a block without a shortcut is that of its last layer.
@@ -243,10 +246,10 @@ class _Forward:
 
     def flat(self, tensors):
         """Return what the backward pass reads of each layer, for :class:`.CSPBackward`."""
-        found = []
+        values = []
         for member, t, map, layer in zip(self.members, tensors, self.maps, self.layers, strict=True):
             # Running statistics that are not read are left out: the next forward pass updates them in place.
-            found += t[1:7] if member.s.norm == 'fixed' else (*t[1:5], None, None)
-            found += (None, None, None) if map is None else map[:3]
-            found += (*(layer.statistics or (None, None)), layer.count)
-        return found
+            values += t[1:7] if member.s.norm == 'fixed' else (*t[1:5], None, None)
+            values += (None, None, None) if map is None else map[:3]
+            values += (*(layer.statistics or (None, None)), layer.count)
+        return values

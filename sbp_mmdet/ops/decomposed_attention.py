@@ -109,7 +109,7 @@ def decomposed_attention(settings: DecomposedSettings, tensors: DecomposedTensor
     return _operation(in_precision(settings, tensors.x), tensors)
 
 
-def _groups(s, x):
+def _split_map(s, x):
     """Yield the images and rows of the map that are computed at a time: whole images, or rows of windows of one."""
     n, height, width, channels = x.shape
     side = s.window or max(height, width)
@@ -157,7 +157,7 @@ def out_of_windows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.flatten(3, 4).flatten(1, 2)[:, :height, :width]
 
 
-def _embeddings(table, length):
+def _distance_embeddings(table, length):
     """Return the embedding of each distance between positions of a line, shape (length, length, d)."""
     if len(table) != 2 * length - 1:
         table = F.interpolate(table.t()[None], size=2 * length - 1, mode='linear')[0].t()
@@ -165,14 +165,16 @@ def _embeddings(table, length):
     return table[place[:, None] - place + length - 1]
 
 
-def _lengthened(s, t, q, k, v, size):
+def _append_embeddings(s, t, q, k, v, size):
     """Return longer queries, keys and values (B, h, L, D), so that the product of queries and keys is s Q K^T + B.
 
     Values are padded with zeros to the same length, as the kernel wants; the output's first d numbers are the result.
     """
     scale, zeros = q.shape[-1] ** -0.5, (0, -(q.shape[-1] + sum(size)) % _ALIGNED)
     on_map = q.unflatten(2, size)
-    rows, columns = (_embeddings(t[name].to(s.dtype), n) for name, n in zip(('rows', 'columns'), size, strict=True))
+    rows, columns = (
+        _distance_embeddings(t[name].to(s.dtype), n) for name, n in zip(('rows', 'columns'), size, strict=True)
+    )
     down = torch.einsum('bnhwc,hkc->bnhwk', on_map, rows).flatten(2, 3)
     across = torch.einsum('bnhwc,wkc->bnhwk', on_map, columns).flatten(2, 3)
     units = [torch.eye(n, dtype=q.dtype, device=q.device) for n in size]
@@ -191,7 +193,7 @@ def _branch(s, t, xhat):
     q, k, v = qkv.unflatten(2, (3, s.num_heads, -1)).permute(2, 0, 3, 1, 4)
     width, scale = q.shape[-1], q.shape[-1] ** -0.5
     if t['rows'] is not None:
-        (q, k, v), scale = _lengthened(s, t, q, k, v, y.shape[1:3]), 1.0
+        (q, k, v), scale = _append_embeddings(s, t, q, k, v, y.shape[1:3]), 1.0
     out = F.scaled_dot_product_attention(q, k, v, scale=scale)[..., :width]
     out = out.transpose(1, 2).flatten(2).view(y.shape)
     out = F.linear(out, t['proj_weight'].to(s.dtype), t['proj_bias'].to(s.dtype))
@@ -202,7 +204,7 @@ def _forward(s, tensors, needs):
     t = tensors
     xhat, rstd = normalise(t.x, s.eps, s.dtype)
     out = torch.empty_like(t.x, dtype=torch.promote_types(t.x.dtype, s.dtype))
-    for where in _groups(s, t.x):
+    for where in _split_map(s, t.x):
         branch = _branch(s, t._asdict(), xhat[where])
         branch = branch if t.factor is None else branch * t.factor[where[0], None, None, None]
         torch.add(t.x[where], branch, out=out[where])
@@ -216,18 +218,18 @@ def _backward(s, saved, grad, needs):
     sums = {name: torch.zeros_like(getattr(t, name), dtype=accumulator(getattr(t, name))) for name in names}
     xhat = saved.xhat.load(s.dtype)
     dx = torch.empty_like(grad) if needs.x else None
-    for where in _groups(s, xhat):
+    for where in _split_map(s, xhat):
         g = grad[where] if t.factor is None else grad[where] * t.factor[where[0], None, None, None]
         with torch.enable_grad():
             own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
             rows = xhat[where].detach().requires_grad_(needs.x)
             branch = _branch(s, own, rows)
         wanted = [own[name] for name in names] + ([rows] if needs.x else [])
-        found = torch.autograd.grad(branch, wanted, g.to(branch.dtype))
-        for name, gradient in zip(names, found, strict=False):
+        gradients = torch.autograd.grad(branch, wanted, g.to(branch.dtype))
+        for name, gradient in zip(names, gradients, strict=False):
             sums[name] += gradient
         if needs.x:
-            torch.add(grad[where], normalise_backward(found[-1], xhat[where], saved.rstd[where]), out=dx[where])
+            torch.add(grad[where], normalise_backward(gradients[-1], xhat[where], saved.rstd[where]), out=dx[where])
     return DecomposedGradients(x=dx, **sums)
 
 

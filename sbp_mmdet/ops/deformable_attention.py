@@ -139,13 +139,14 @@ def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, 
     query = t.x if t.query_pos is None else t.x + t.query_pos
     query = query.to(s.dtype)
     offsets = _linear(s, t, query, 'offset').unflatten(2, (s.num_heads, s.num_levels, s.num_points, 2))
-    places = t.reference_points[:, :, None, :, None, :2] + _in_maps(s, t, offsets)
+    places = t.reference_points[:, :, None, :, None, :2] + _scale_offsets(s, t, offsets)
     return value.unflatten(2, (s.num_heads, -1)), places, _softmax(s, t, query)
 
 
 def _linear(s, t, x, name):
     """Apply the layer 'offset', 'attention', 'value' or 'output' in the precision of matrix products."""
-    return F.linear(x.to(s.dtype), *(getattr(t, f'{name}_{kind}').to(s.dtype) for kind in ('weight', 'bias')))
+    weight, bias = getattr(t, f'{name}_weight'), getattr(t, f'{name}_bias')
+    return F.linear(x.to(s.dtype), weight.to(s.dtype), bias.to(s.dtype))
 
 
 def _softmax(s, t, query):
@@ -155,7 +156,7 @@ def _softmax(s, t, query):
     return weights.softmax(-1).unflatten(3, (s.num_levels, s.num_points))
 
 
-def _in_maps(s, t, offsets):
+def _scale_offsets(s, t, offsets):
     """Return offsets (..., levels, points, 2) as shares of the width and height of the maps.
 
     Offsets are in pixels of their level for reference points, and in half widths and heights of the box, divided by the
@@ -175,15 +176,15 @@ def has_kernel(value: Tensor) -> bool:
     return value.is_cuda and len(value) > 0
 
 
-def _for_kernel(value, places, weights):
+def _cast_for_kernel(value, places, weights):
     """Cast to one precision: the CUDA kernel does not support bfloat16, and CPUs sample in full precision."""
     dtype = value.dtype
     if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
         dtype = torch.float32
-    return tuple(x.to(dtype).contiguous() for x in (value, places, weights))
+    return value.to(dtype).contiguous(), places.to(dtype).contiguous(), weights.to(dtype).contiguous()
 
 
-def _parts(value, places, weights):
+def _split_heads(value, places, weights):
     """Yield some heads of some images, their columns of the output, and their inputs.
 
     There are at least as many heads as threads, because torch samples a head in one thread, and more where what is
@@ -216,13 +217,13 @@ def run_kernel(s: DeformableSettings, t: DeformableTensors, value: Tensor, place
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtype = value.dtype
-    value, places, weights = _for_kernel(value, places, weights)
+    value, places, weights = _cast_for_kernel(value, places, weights)
     if has_kernel(value):
         run = mmcv.MultiScaleDeformableAttnFunction.apply
         return run(value, t.spatial_shapes, t.level_start_index, places, weights, s.im2col_step).to(dtype)
     out = value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3], dtype=dtype)
     sizes = t.spatial_shapes.tolist()
-    for _, columns, (v, p, w) in _parts(value, places, weights):
+    for _, columns, (v, p, w) in _split_heads(value, places, weights):
         out[columns] = mmcv.multi_scale_deformable_attn_pytorch(v, sizes, p, w)
     return out
 
@@ -232,27 +233,28 @@ def _kernel_backward(s, t, grad, value, places, weights):
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtypes = [x.dtype for x in (value, places, weights)]
-    value, places, weights = _for_kernel(value, places, weights)
+    value, places, weights = _cast_for_kernel(value, places, weights)
     if has_kernel(value):
         saved = (value, t.spatial_shapes, t.level_start_index, places, weights)
         context = SimpleNamespace(saved_tensors=saved, im2col_step=s.im2col_step)
-        found = mmcv.MultiScaleDeformableAttnFunction.backward(context, grad.to(value.dtype).contiguous())
-        found = found[0], found[3], found[4]
+        gradients = mmcv.MultiScaleDeformableAttnFunction.backward(context, grad.to(value.dtype).contiguous())
+        gradients = gradients[0], gradients[3], gradients[4]
     else:
-        found, sizes = tuple(map(torch.empty_like, (value, places, weights))), t.spatial_shapes.tolist()
-        for where, columns, part in _parts(value, places, weights):
+        gradients, sizes = tuple(map(torch.empty_like, (value, places, weights))), t.spatial_shapes.tolist()
+        for where, columns, part in _split_heads(value, places, weights):
             with torch.enable_grad():
                 part = [x.detach().requires_grad_() for x in part]
                 out = mmcv.multi_scale_deformable_attn_pytorch(part[0], sizes, *part[1:])
-            for whole, gradient in zip(found, torch.autograd.grad(out, part, grad[columns].to(out.dtype)), strict=True):
+            of_part = torch.autograd.grad(out, part, grad[columns].to(out.dtype))
+            for whole, gradient in zip(gradients, of_part, strict=True):
                 whole[where] = gradient
-    return [x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+    return [x.to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
 
 # Recomputed inputs of the kernel and their gradients have ten times as many elements as the values. So many elements of
 # the values exist at a time.
 _AT_A_TIME = 2**22
-_OF_IMAGES = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
+_PER_IMAGE = ('x', 'query_pos', 'value', 'reference_points', 'key_padding_mask')
 _PARAMETERS = tuple(f'{name}_{kind}' for name in ('offset', 'attention', 'value') for kind in ('weight', 'bias'))
 _INPUTS = tuple(name for name in DeformableGradients._fields if not name.startswith('output'))
 
@@ -271,81 +273,81 @@ def inputs_backward(
     Returns:
         dict[str, Tensor]: The needed gradients by name, without those of the output layer.
     """
-    asked = [name for name in _INPUTS if needs[name]]
-    if not asked:
+    needed = [name for name in _INPUTS if needs[name]]
+    if not needed:
         return {}
     t = t._replace(**{name: getattr(t, name).to(s.dtype) for name in _PARAMETERS})  # once for all images
-    found, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
+    gradients, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
     if number >= len(grad):
-        return _images_backward(s, t, grad, asked)
-    whole = {name: x for name in _OF_IMAGES if (x := getattr(t, name)) is not None and len(x) == len(grad)}
+        return _images_backward(s, t, grad, needed)
+    whole = {name: x for name in _PER_IMAGE if (x := getattr(t, name)) is not None and len(x) == len(grad)}
     for start in range(0, len(grad), number):
         images = slice(start, start + number)
         part = t._replace(**{name: x[images] for name, x in whole.items()})
-        for name, gradient in _images_backward(s, part, grad[images], asked).items():
+        for name, gradient in _images_backward(s, part, grad[images], needed).items():
             if name in whole:
                 if not start:
-                    found[name] = torch.empty_like(whole[name])
-                found[name][images] = gradient
+                    gradients[name] = torch.empty_like(whole[name])
+                gradients[name][images] = gradient
             else:
-                found[name] = found[name].add_(gradient) if start else gradient
-    return found
+                gradients[name] = gradients[name].add_(gradient) if start else gradient
+    return gradients
 
 
-def _images_backward(s, t, grad, asked):
+def _images_backward(s, t, grad, needed):
     """Compute the gradients of :func:`inputs_backward` for some images."""
     inputs = kernel_inputs(s, t)
     weights = inputs[2]
     dvalue, dplaces, dweights = _kernel_backward(s, t, grad, *inputs)
     del inputs
-    found = dict(_value_backward(s, t, dvalue.flatten(2), asked))
+    gradients = dict(_value_backward(s, t, dvalue.flatten(2), needed))
     dplaces = dplaces.to(promoted(s.dtype, t.reference_points.dtype))
-    if 'reference_points' in asked:
-        found['reference_points'] = _points_backward(s, t, dplaces)
-    if not {'x', 'query_pos', *_OF_OFFSETS}.intersection(asked):
-        return found
+    if 'reference_points' in needed:
+        gradients['reference_points'] = _points_backward(s, t, dplaces)
+    if not {'x', 'query_pos', *_QUERY_LAYERS}.intersection(needed):
+        return gradients
     query = t.x if t.query_pos is None else t.x + t.query_pos
     rows = query.to(s.dtype).flatten(0, 1)
     # places are linear in the offsets, so d offsets is d places scaled as the offsets are; then the softmax's backward
     # pass, and dq = d offsets W_o + d logits W_a.
-    doffsets = _in_maps(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
+    doffsets = _scale_offsets(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
     dlogits = torch.ops.aten._softmax_backward_data.default(
         dweights.flatten(3).to(weights.dtype), weights.flatten(3), -1, weights.dtype
     )
     dlogits = dlogits.to(s.dtype).flatten(2).flatten(0, 1)
     for name, gradient in (('offset', doffsets), ('attention', dlogits)):
-        found |= _layer_backward(name, gradient, rows, asked)
-    if {'x', 'query_pos'}.intersection(asked):
+        gradients |= _layer_backward(name, gradient, rows, needed)
+    if {'x', 'query_pos'}.intersection(needed):
         dquery = doffsets @ t.offset_weight.to(s.dtype)
         dquery = torch.addmm(dquery, dlogits, t.attention_weight.to(s.dtype)).view(query.shape)
         for name in ('x', 'query_pos'):
-            if name in asked:
+            if name in needed:
                 own = getattr(t, name)
-                found[name] = dquery.sum_to_size(own.shape).to(own.dtype)
-    return found
+                gradients[name] = dquery.sum_to_size(own.shape).to(own.dtype)
+    return gradients
 
 
-_OF_OFFSETS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bias')
+_QUERY_LAYERS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_bias')
 
 
-def _value_backward(s, t, grad, asked):
+def _value_backward(s, t, grad, needed):
     """Yield the gradients of the value layer and of its input by name, given that of the values, (N, S, C)."""
     if t.key_padding_mask is not None:
         grad = grad.masked_fill(t.key_padding_mask[..., None], 0.0)
     rows = grad.to(s.dtype).flatten(0, 1)
-    yield from _layer_backward('value', rows, t.value.to(s.dtype).flatten(0, 1), asked).items()
-    if 'value' in asked:
+    yield from _layer_backward('value', rows, t.value.to(s.dtype).flatten(0, 1), needed).items()
+    if 'value' in needed:
         yield 'value', (rows @ t.value_weight.to(s.dtype)).view(t.value.shape).to(t.value.dtype)
 
 
-def _layer_backward(name, grad, x, asked):
+def _layer_backward(name, grad, x, needed):
     """Return the gradients of a linear layer's parameters from rows of its output's gradient and of its input."""
-    found = {}
-    if f'{name}_bias' in asked:
-        found[f'{name}_bias'] = column_sums(grad)
-    if f'{name}_weight' in asked:
-        found[f'{name}_weight'] = accumulate(None, grad, x)
-    return found
+    gradients = {}
+    if f'{name}_bias' in needed:
+        gradients[f'{name}_bias'] = column_sums(grad)
+    if f'{name}_weight' in needed:
+        gradients[f'{name}_weight'] = accumulate(None, grad, x)
+    return gradients
 
 
 def _points_backward(s, t, grad):
@@ -375,13 +377,13 @@ def _attention_forward(settings, tensors, needs):
 def _attention_backward(settings, saved, grad, needs):
     s, (t, attended, value) = settings, saved
     t = t if value is None else t._replace(value=value.load())
-    rows, found = grad.flatten(0, 1), {}
+    rows, gradients = grad.flatten(0, 1), {}
     if needs.output_bias:
-        found['output_bias'] = column_sums(rows)
+        gradients['output_bias'] = column_sums(rows)
     if needs.output_weight:
-        found['output_weight'] = accumulate(None, rows, attended.load(s.dtype).flatten(0, 1))
+        gradients['output_weight'] = accumulate(None, rows, attended.load(s.dtype).flatten(0, 1))
     grad = grad @ t.output_weight.to(grad.dtype)
-    return DeformableGradients(**found, **inputs_backward(s, t, grad, needs._asdict()))
+    return DeformableGradients(**gradients, **inputs_backward(s, t, grad, needs._asdict()))
 
 
 _attention = Operation('DeformableAttention', _attention_forward, _attention_backward, DeformableGradients)

@@ -115,7 +115,7 @@ def _attention_tensors(t, x):
     return DeformableTensors(x=x, value=x, **shared)
 
 
-_OF_PRODUCTS = tuple(
+_PRODUCT_PARAMETERS = tuple(
     [f'{name}_{kind}' for name in ('offset', 'attention', 'value', 'output') for kind in ('weight', 'bias')]
     + ['weight1', 'bias1', 'weight2', 'bias2']
 )
@@ -123,10 +123,10 @@ _OF_PRODUCTS = tuple(
 
 def _in_precision_of_products(t, dtype):
     """Return the inputs with all parameters of matrix products in ``dtype``."""
-    given = [getattr(t, name) for name in _OF_PRODUCTS]
+    given = [getattr(t, name) for name in _PRODUCT_PARAMETERS]
     if all([x.dtype is dtype for x in given]):
         return t
-    return t._replace(**dict(zip(_OF_PRODUCTS, cast_all(given, dtype), strict=True)))
+    return t._replace(**dict(zip(_PRODUCT_PARAMETERS, cast_all(given, dtype), strict=True)))
 
 
 class _Rows:
@@ -197,8 +197,8 @@ class _Rows:
 
     def _norm_backward(self, name, grad, x, statistics):
         weight, bias = f'{name}_weight', f'{name}_bias'
-        grad, *found = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
-        add_to([self.sums[weight], self.sums[bias]], found)
+        grad, *gradients = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
+        add_to([self.sums[weight], self.sums[bias]], gradients)
         return grad
 
 
@@ -209,7 +209,7 @@ def _layer_forward(settings, tensors, needs):
     attended = run_kernel(s, attention, *kernel_inputs(s, attention))
     run, total, out = _Rows(settings, t), None, None
     for index, _, chunk in run.chunks(x):
-        rows = run.forward(chunk.rows_of(x, index), chunk.rows_of(attended, index))
+        rows = run.forward(chunk.take_rows(x, index), chunk.take_rows(attended, index))
         if out is None:
             total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
         chunk.put_(total, rows[0], index)
@@ -240,7 +240,7 @@ def _layer_backward(settings, saved, grad, needs):
     with replayed(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
             tensors = (x, attended, saved.sum, grad)
-            rows = run.backward(*(chunk.rows_of(i, index) for i in tensors), kept)
+            rows = run.backward(*(chunk.take_rows(i, index) for i in tensors), kept)
             chunk.put_(dx, rows[0], index)
             if kept:
                 chunk.put_(dattended, rows[1])
@@ -253,19 +253,19 @@ def _layer_backward(settings, saved, grad, needs):
     return EncoderGradients(**inputs, **sums, **run.ffn.sums)
 
 
-_OF_QUERIES = ('x', 'query_pos', 'reference_points')
+_PER_QUERY = ('x', 'query_pos', 'reference_points')
 
 
-def _attention_backward(s, t, keep, grad, asked):
+def _attention_backward(s, t, keep, grad, needed):
     """Compute the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
     if keep is None:
-        return inputs_backward(s, t, grad, asked)
-    whole = {name: getattr(t, name) for name in _OF_QUERIES if getattr(t, name) is not None}
-    found = inputs_backward(s, t._replace(**{name: take(v, keep) for name, v in whole.items()}), grad, asked)
-    for name in _OF_QUERIES[1:]:
-        if found.get(name) is not None:
-            found[name] = torch.zeros_like(whole[name]).index_copy_(1, keep, found[name])
-    return found
+        return inputs_backward(s, t, grad, needed)
+    whole = {name: getattr(t, name) for name in _PER_QUERY if getattr(t, name) is not None}
+    gradients = inputs_backward(s, t._replace(**{name: take(v, keep) for name, v in whole.items()}), grad, needed)
+    for name in _PER_QUERY[1:]:
+        if gradients.get(name) is not None:
+            gradients[name] = torch.zeros_like(whole[name]).index_copy_(1, keep, gradients[name])
+    return gradients
 
 
 _encoder_layer = Operation('DeformableEncoderLayer', _layer_forward, _layer_backward, EncoderGradients)

@@ -131,12 +131,12 @@ def _backward(s, saved, grad, needs):
             y = saved.hidden.rows(*strip).load(s.dtype)
         which = inner, needs.out_weight, needs.out_bias
         dy, dout_weight, dout_bias = _POINTWISE.run_backward(strip.of(grad), y, out_weight, strip, height, which)
-        found, part = dict(out_weight=dout_weight, out_bias=dout_bias), None
+        gradients, part = dict(out_weight=dout_weight, out_bias=dout_bias), None
         if inner:
             dy = aten.threshold_backward(dy, y, 0)
             which = needs.x, needs.weight, needs.bias
-            part, found['weight'], found['bias'] = s.conv.run_backward(dy, x, weight, strip, height, which)
-        for name, value in found.items():
+            part, gradients['weight'], gradients['bias'] = s.conv.run_backward(dy, x, weight, strip, height, which)
+        for name, value in gradients.items():
             if value is not None:
                 sums[name].add(value.to(accumulator(value)))
         if needs.x:  # rows of the halo get gradients from two strips
@@ -144,8 +144,8 @@ def _backward(s, saved, grad, needs):
             if part is not dx:
                 halo.of(dx).add_(part)
         del x, y, dy, part
-    found = {name: total.value.to(getattr(t, name).dtype) for name, total in sums.items() if getattr(needs, name)}
-    return _Gradients(**found, x=dx.to(saved.dtype) if needs.x else None)
+    gradients = {name: total.value.to(getattr(t, name).dtype) for name, total in sums.items() if getattr(needs, name)}
+    return _Gradients(**gradients, x=dx.to(saved.dtype) if needs.x else None)
 
 
 _dense_head = Operation('DenseHead', _forward, _backward, _Gradients)

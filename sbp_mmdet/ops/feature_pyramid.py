@@ -90,9 +90,9 @@ class _Pyramid(torch.autograd.Function):
             for t in levels:
                 source = kept(t.x, t.x.to(s.dtype), s.form.storage) if trains else None
                 saved.append(_Level(source, t._replace(x=None), t.x.shape, t.x.dtype, memory_format(t.x)))
-        found = []
-        ctx.structure = take_tensors_out(tuple(saved), found)
-        ctx.save_for_backward(*found)
+        tensors = []
+        ctx.structure = take_tensors_out(tuple(saved), tensors)
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return outs
 
@@ -104,8 +104,8 @@ class _Pyramid(torch.autograd.Function):
         if given is None:
             return (None,) * (1 + sum(map(len, ctx.needs)))
         with no_autocast(given):
-            found = _backward(ctx.s, levels, grads, ctx.needs)
-        return None, *found
+            gradients = _backward(ctx.s, levels, grads, ctx.needs)
+        return None, *gradients
 
 
 def _in_levels(leaves):
@@ -151,10 +151,10 @@ def _backward(s, levels, grads, needs):
     if trains:
         for i in reversed(range(len(levels) - 1)):
             coarse[i] = _lateral(casts[i + 1], levels[i + 1].input.load(s.dtype), coarse[i + 1])
-    found, incoming = [], None
+    gradients, incoming = [], None
     for i, (level, t, grad) in enumerate(zip(levels, casts, grads, strict=True)):
         if grad is None and incoming is None:
-            found += [None] * len(LevelTensors._fields)
+            gradients += [None] * len(LevelTensors._fields)
             continue
         sums = {name: Sum(getattr(level.parameters, name)) for name in LevelTensors._fields[1:]}
         shape = level.shape[0], len(t.weight), *level.shape[2:]
@@ -164,12 +164,12 @@ def _backward(s, levels, grads, needs):
             _output_backward(s, level, t, coarse[i], grad.to(s.dtype), incoming, needs[i], sums)
         dx = _lateral_backward(s, level, t, incoming, needs[i], sums)
         parameters = zip(LevelTensors._fields[1:], needs[i][1:], level.parameters[1:], strict=True)
-        found += [dx, *(sums[name].value.to(p.dtype) if need else None for name, need, p in parameters)]
+        gradients += [dx, *(sums[name].value.to(p.dtype) if need else None for name, need, p in parameters)]
         coarse[i] = None
         if i + 1 < len(levels):
             size = *shape[:2], *levels[i + 1].shape[2:]  # up^T(dL) sums the fine positions that read a coarse one
             incoming = aten.upsample_nearest2d_backward(incoming, [*shape[2:]], [*size], None, None)
-    return found
+    return gradients
 
 
 def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):

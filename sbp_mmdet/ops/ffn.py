@@ -155,7 +155,8 @@ class FeedForward:
 
     def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
         self.settings, dtype = settings, settings.dtype
-        self.w1, self.b1, self.w2, self.b2 = (getattr(tensors, name).to(dtype) for name in _WEIGHTS)
+        self.w1, self.b1 = tensors.weight1.to(dtype), tensors.bias1.to(dtype)
+        self.w2, self.b2 = tensors.weight2.to(dtype), tensors.bias2.to(dtype)
         wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
         self._sums = {name: Sum(getattr(tensors, name)) for name in wanted}
 
@@ -246,7 +247,7 @@ def _forward(settings, tensors, needs):
     state = random_state(x.device, *settings.dropout)
     out = x.new_empty(*x.shape[:2], len(run.w2), dtype=settings.dtype)
     for chunk in _chunks(settings, x, run):
-        chunk.put_(out, run.forward(chunk.rows_of(x)))
+        chunk.put_(out, run.forward(chunk.take_rows(x)))
     return out, FFNSaved(x.to(settings.dtype), tensors._replace(x=None), state)
 
 
@@ -256,7 +257,7 @@ def _backward(settings, saved, grad, needs):
     dx = torch.empty_like(x, dtype=settings.dtype) if needs.x else None
     with replayed(grad.device, saved.state):
         for chunk in _chunks(settings, x, run):
-            rows = run.backward(chunk.rows_of(x), chunk.rows_of(grad), needs.x)
+            rows = run.backward(chunk.take_rows(x), chunk.take_rows(grad), needs.x)
             if needs.x:
                 chunk.put_(dx, rows)
     return FFNGradients(x=dx, **run.sums)

@@ -112,11 +112,11 @@ def _forward(settings, tensors, needs):
     if settings.dilation == (1, 1):
         # With p and q the first row and column of the window, and column = index - row * W, the place is
         # (row - p) * across + column - q = index - row * (W - across) - (p * across + q).
-        places = indices.sub_(rows.mul_(width - across)).sub_(_firsts(settings, indices, across, torch.int32))
+        places = indices.sub_(rows.mul_(width - across)).sub_(_first_places(settings, indices, across, torch.int32))
     else:
         columns, (down, right) = indices.sub_(rows * width), settings.dilation
-        rows.sub_(_first(settings, rows, 0, 1, torch.int32).view(-1, 1)).floor_divide_(down)
-        columns.sub_(_first(settings, rows, 1, 1, torch.int32)).floor_divide_(right)
+        rows.sub_(_first_lines(settings, rows, 0, 1, torch.int32).view(-1, 1)).floor_divide_(down)
+        columns.sub_(_first_lines(settings, rows, 1, 1, torch.int32)).floor_divide_(right)
         places = rows.mul_(across).add_(columns)
     places = places.to(torch.uint8)
     if settings.relu:
@@ -124,15 +124,15 @@ def _forward(settings, tensors, needs):
     return out, PoolSaved(places, x.shape, memory_format(x))
 
 
-def _first(s, windows, i, by, dtype):
+def _first_lines(s, windows, i, by, dtype):
     """Return the first row (i = 0) or column (i = 1) of each window, multiplied by a number."""
     start, step = -s.padding[i] * by, s.stride[i] * by
     return torch.arange(start, start + windows.shape[2 + i] * step, step, device=windows.device, dtype=dtype)
 
 
-def _firsts(s, windows, width, dtype):
+def _first_places(s, windows, width, dtype):
     """Return row * width + column of the first place of each window, shape (H', W')."""
-    return _first(s, windows, 0, width, dtype).view(-1, 1) + _first(s, windows, 1, 1, dtype)
+    return _first_lines(s, windows, 0, width, dtype).view(-1, 1) + _first_lines(s, windows, 1, 1, dtype)
 
 
 def _backward(settings, saved, grad, needs):
@@ -146,7 +146,7 @@ def _backward(settings, saved, grad, needs):
     rows = places.floor_divide(across)
     places = places if right == 1 else places.mul_(right)
     places = places.add_(rows, alpha=down * width - right * across)
-    indices = places + _firsts(settings, places, width, torch.int64)
+    indices = places + _first_places(settings, places, width, torch.int64)
     # The backward pass reads the shape and the layout of the input, and none of its values.
     like = torch.empty(saved.shape, dtype=grad.dtype, device=grad.device, memory_format=saved.layout)
     return PoolGradients(aten.max_pool2d_with_indices_backward(grad, like, *_geometry(settings), indices))

@@ -140,11 +140,11 @@ def members_of(
         backward (bool): Whether they are for a backward pass. Default: False.
     """
     pairs = [pairs_of(*pair) for pair in zip(blocks, tensors, strict=True)]
-    layers, found = iter(layers_of_pass([pair for block in pairs for pair in block], backward)), []
+    layers, members = iter(layers_of_pass([pair for block in pairs for pair in block], backward)), []
     for block, own in zip(blocks, pairs, strict=True):
         own = [next(layers) for _ in own]
-        found.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))
-    return found
+        members.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))
+    return members
 
 
 def run_block(
@@ -251,7 +251,7 @@ def block_backward(
     Returns:
         tuple[Tensor | None, list]: Gradient of the input, and what :func:`layer_backward` finds for each layer.
     """
-    own, found = members.layers, []
+    own, of_layers = members.layers, []
     inputs, outputs = rerun_inside(members, saved, x, inside)
     del inside
     inputs.insert(0, x)
@@ -265,14 +265,14 @@ def block_backward(
         if isinstance(z, KeptMap):
             z = None if saved.layers[i].statistics is None else z.before_norm(inner.dtype)
         inner, gradients = layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
-        found = [gradients, *found]
+        of_layers = [gradients, *of_layers]
         if i > 0:
             inner = _relu_backward(inner, source, 0)
         del source, z
     if members.shortcut is None:
-        return inner.add_(grad) if needs_x else None, found
+        return inner.add_(grad) if needs_x else None, of_layers
     through, gradients = _shortcut_backward(block, members.shortcut, saved, x, grad, needs[-1], needs_x)
-    return inner.add_(through) if needs_x else None, [*found, gradients]
+    return inner.add_(through) if needs_x else None, [*of_layers, gradients]
 
 
 def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
@@ -280,12 +280,12 @@ def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
     pooled, layer, z = _pooled(block, x), saved.layers[-1], None
     if layer.statistics is not None:
         z = member.convolve(pooled)
-    grad, found = layer_backward(member, pooled, z, layer, grad, needs, needs_x)
+    grad, gradients = layer_backward(member, pooled, z, layer, grad, needs, needs_x)
     if block.pool is not None and needs_x:
         pool = block.pool
         options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
         grad = aten.avg_pool2d_backward.default(grad, x, *options)
-    return grad, found
+    return grad, gradients
 
 
 def _keep_input(member, z, r, layer):

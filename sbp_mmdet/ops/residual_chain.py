@@ -93,8 +93,8 @@ def _in_precision(block, x):
 
 def _leaves(tensors):
     """Return the tensors that may need gradients, layer by layer."""
-    found = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
-    return [tensor for layer in found for tensor in layer[1:5]]  # as in PARAMETERS
+    layers = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
+    return [tensor for layer in layers for tensor in layer[1:5]]  # as in PARAMETERS
 
 
 _READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
@@ -106,16 +106,16 @@ def _flat(blocks, tensors):
     Running statistics that it does not read are left out: the next forward pass updates them in place, which autograd
     would report for a saved tensor.
     """
-    found = []
+    values = []
     for pair in zip(blocks, tensors, strict=True):
         for s, layer in pairs_of(*pair):
-            found += layer[1:7] if s.norm == 'fixed' else (*layer[1:5], None, None)
-    return found
+            values += layer[1:7] if s.norm == 'fixed' else (*layer[1:5], None, None)
+    return values
 
 
-def _unflat(blocks, found):
+def _unflat(blocks, values):
     """Reverse :func:`_flat`."""
-    layers = iter([ConvNormTensors(None, *found[i : i + _READ]) for i in range(0, len(found), _READ)])
+    layers = iter([ConvNormTensors(None, *values[i : i + _READ]) for i in range(0, len(values), _READ)])
     tensors = []
     for block in blocks:
         own = tuple([next(layers) for _ in block.layers])
@@ -136,9 +136,9 @@ class _Chain(torch.autograd.Function):
             output = keep(y, blocks[0].layers[0].form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
             hand_on(y, output)
-        found = []
-        ctx.structure = take_tensors_out((source, saved, output), found)
-        ctx.save_for_backward(*found, *_flat(blocks[ctx.first :], tensors[ctx.first :]))
+        tensors_saved = []
+        ctx.structure = take_tensors_out((source, saved, output), tensors_saved)
+        ctx.save_for_backward(*tensors_saved, *_flat(blocks[ctx.first :], tensors[ctx.first :]))
         return y
 
     @staticmethod
@@ -153,9 +153,9 @@ class _Chain(torch.autograd.Function):
             members = members_of(blocks, tensors, backward=True)
             grads = [output.activation_backward(cast(grad, blocks[0].layers[0].dtype))]
             del output
-            dx, found = _backward(blocks, members, source, saved, grads, needs, ctx.needs_input_grad[2])
-            found = parameter_gradients(found)
-        return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *found
+            dx, gradients = _backward(blocks, members, source, saved, grads, needs, ctx.needs_input_grad[2])
+            gradients = parameter_gradients(gradients)
+        return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *gradients
 
 
 def _run(blocks, tensors, x, first):
@@ -210,12 +210,12 @@ def _backward(blocks, members, source, saved, grads, needs, needs_x):
         inputs.append(rerun_output(block, own, kept_block, x, last))
         insides.append(inside)
     insides.append(None)
-    found = []
+    of_layers = []
     for n in reversed(range(len(blocks))):
         x, inside = inputs.pop(), insides.pop()
         needed = needs[n], needs_x or n > 0
         grad, own = block_backward(blocks[n], members[n], saved.pop(), x, inside, grad, *needed)
         # x is the output of the previous block's last ReLU, so it is positive where that passes the gradient.
         grad = aten.threshold_backward.default(grad, x, 0) if n > 0 else grad
-        found = [*own, *found]
-    return grad, found
+        of_layers = [*own, *of_layers]
+    return grad, of_layers

@@ -119,8 +119,8 @@ def layers_of_pass(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], ba
     norms, parts, dtype = FixedNorms(pairs), [None] * len(pairs), pairs[0][0].dtype
     if backward and dtype is torch.float16:
         fixed = [i for i, (s, _) in enumerate(pairs) if s.norm == 'fixed']
-        for i, found in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]) if fixed else (), strict=True):
-            parts[i] = found
+        for i, factors in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]) if fixed else (), strict=True):
+            parts[i] = factors
     if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
@@ -185,8 +185,8 @@ def layer_backward(
     if layer.statistics is None:
         return convolve_backward(s, t, norms.factors(number), parts, x, grad, needs)
     grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
-    dx, found = convolve_backward(s, t, None, None, x, grad, needs)
-    return dx, dict(found, norm_weight=weight, norm_bias=bias)
+    dx, gradients = convolve_backward(s, t, None, None, x, grad, needs)
+    return dx, dict(gradients, norm_weight=weight, norm_bias=bias)
 
 
 # Parameters of a layer: weight, bias, norm_weight, norm_bias.
@@ -200,8 +200,8 @@ def parameter_gradients(layers: list[FixedGradients | dict]) -> list[Tensor | No
         layers (list[FixedGradients | dict]): What :func:`layer_backward` has found for each layer.
     """
     fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
-    for i, found in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
-        layers[i] = found
+    for i, gradients in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
+        layers[i] = gradients
     return [layer.get(name) for layer in layers for name in PARAMETERS]
 
 
@@ -226,12 +226,12 @@ def affines_of_norms(members: list[Layer], layers: list[KeptLayer]) -> list[tupl
         members (list[Layer]): The layers.
         layers (list[KeptLayer]): What each layer saved.
     """
-    found, batch = [None] * len(members), []
+    affines, batch = [None] * len(members), []
     for i, (member, layer) in enumerate(zip(members, layers, strict=True)):
         if layer.statistics is None:
             continue
         if member.s.norm == 'group':
-            found[i] = affine_of_norm(member.s, member.t, layer.statistics, member.t.weight.shape[0])
+            affines[i] = affine_of_norm(member.s, member.t, layer.statistics, member.t.weight.shape[0])
         else:
             batch.append(i)
     if batch:  # numbers for each channel of all layers in the same few calls
@@ -242,5 +242,5 @@ def affines_of_norms(members: list[Layer], layers: list[KeptLayer]) -> list[tupl
         sizes = [x.statistics.mean.shape[0] for x in statistics]
         parts = (torch.split_with_sizes(x.view(1, -1, 1, 1), sizes, 1) for x in (scale, shift))
         for i, *numbers in zip(batch, *parts, strict=True):
-            found[i] = numbers
-    return found
+            affines[i] = numbers
+    return affines

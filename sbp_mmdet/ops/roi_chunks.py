@@ -29,8 +29,8 @@ def run_in_chunks(forward: Callable, x: Tensor, parameters: Sequence[nn.Paramete
     Example:
         >>> masks = run_in_chunks(head, x, [*head.parameters()])
     """
-    found = apply_function(_InChunks, forward, x, *parameters)
-    return found[0] if len(found) == 1 else found
+    outputs = apply_function(_InChunks, forward, x, *parameters)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 class _InChunks(torch.autograd.Function):
@@ -40,11 +40,11 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         outs = None
         for start in range(0, len(x), ROIS):
-            found = _run(ctx, x[start : start + ROIS])
-            outs = outs or [out.new_empty(len(x), *out.shape[1:]) for out in found]
-            for out, part in zip(outs, found, strict=True):
+            outputs = _run(ctx, x[start : start + ROIS])
+            outs = outs or [out.new_empty(len(x), *out.shape[1:]) for out in outputs]
+            for out, part in zip(outs, outputs, strict=True):
                 out[start : start + ROIS].copy_(part)
-            del found
+            del outputs
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
@@ -63,15 +63,15 @@ class _InChunks(torch.autograd.Function):
             given = [None if grad is None else grad[chunk] for grad in grads]
             outs, given = zip(*((o, g) for o, g in zip(outs, given, strict=True) if g is not None), strict=True)
             wanted = [part, *parameters] if needs_x else parameters
-            found = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+            gradients = torch.autograd.grad(outs, wanted, given, allow_unused=True)
             del outs, given
             if needs_x:
-                dpart, *found = found
+                dpart, *gradients = gradients
                 dx[chunk] = 0 if dpart is None else dpart
-            for total, gradient in zip(sums, found, strict=True):
+            for total, gradient in zip(sums, gradients, strict=True):
                 if gradient is not None:
                     total.add(gradient.to(accumulator(gradient)))
-            del found, part
+            del gradients, part
         pairs = zip(sums, parameters, strict=True)
         gradients = [None if total.empty else total.value.to(p.dtype) for total, p in pairs]
         return None, dx, *gradients

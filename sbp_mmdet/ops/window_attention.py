@@ -186,7 +186,7 @@ def _backward(settings, saved, grad, needs):
         layers, xhat = _Layers.folded(settings, t), saved.xhat.load(settings.dtype)
     # For each chunk of windows, with g = factor * dy in their order: dO = g W_p, dW_p = g^T O, dW' = d[Q K V]^T x-hat
     # and dx-hat = d[Q K V] W'. Padding sends no gradient to W_p, x-hat and the norm.
-    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _sums(t, layers, layout)
+    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _allocate_sums(t, layers, layout)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
     dxhat, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
     for i, chunk in enumerate(layout.chunks(settings, len(xhat), xhat.shape[2])):
@@ -211,15 +211,15 @@ def _backward(settings, saved, grad, needs):
         if dxhat is not None:
             given = t.norm_weight, t.norm_bias, norm
             dx, *affine = aten.native_layer_norm_backward.default(dxhat, x, x.shape[2:], *statistics, *given)
-        found = WindowGradients(None, *affine, sums.qkv_weight.value, sums.qkv_bias.value)
-        found = found._replace(table=_of_table(t, sums), proj_weight=sums.proj_weight.value)
+        gradients = WindowGradients(None, *affine, sums.qkv_weight.value, sums.qkv_bias.value)
+        gradients = gradients._replace(table=_table_gradient(t, sums), proj_weight=sums.proj_weight.value)
         dx = dx.add_(grad) if needs.x else None
     else:
-        found, dx = _parameter_gradients(settings, t, sums), None
+        gradients, dx = _parameter_gradients(settings, t, sums), None
         if needs.x:
             dx = normalise_backward(dxhat, xhat, saved.rstd)
             dx = grad + cast(dx, grad.dtype)
-    return found._replace(x=dx, proj_bias=incoming.total)
+    return gradients._replace(x=dx, proj_bias=incoming.total)
 
 
 class _Layers(NamedTuple):
@@ -245,24 +245,24 @@ class _Layers(NamedTuple):
     @classmethod
     def plain(cls, settings, t):
         """Return the layers with nothing folded."""
-        return cls(t.qkv_weight, t.qkv_bias, None, _bias_of(t), t.proj_weight, settings.scale)
+        return cls(t.qkv_weight, t.qkv_bias, None, _gather_bias(t), t.proj_weight, settings.scale)
 
     @classmethod
     def folded(cls, settings, t):
         """Fold norm and scale into the layers of :class:`WindowTensors`."""
         bias = bias_or_zeros(t.qkv_weight, t.qkv_bias)
-        rows = _scales(settings.scale, len(bias), bias.dtype, bias.device)
+        rows = _qkv_scales(settings.scale, len(bias), bias.dtype, bias.device)
         weight, padding = t.qkv_weight * rows[:, None], bias * rows
         folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)
-        return cls(*folded, padding.to(settings.dtype), _bias_of(t), t.proj_weight.to(settings.dtype))
+        return cls(*folded, padding.to(settings.dtype), _gather_bias(t), t.proj_weight.to(settings.dtype))
 
 
-def _bias_of(t):
+def _gather_bias(t):
     return t.table.t().index_select(1, t.index.view(-1)).view(-1, *t.index.shape)
 
 
 @functools.lru_cache(maxsize=16)
-def _scales(scale, channels, dtype, device):
+def _qkv_scales(scale, channels, dtype, device):
     """Return the factors of the layer's rows for Q, K and V.
 
     Q and K share the scale, so that in half precision neither gradient leaves the range before the other.
@@ -347,16 +347,16 @@ class _Windows:
         dscores = torch._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
         dbias.add(dscores.view(number, heads, area, area).sum(0, dtype=accumulator(dscores)))
         dscores = cast(dscores, grad.dtype)
-        found = grad.new_empty(3, *v.shape)
-        dq, dk, dv = found.unbind(0)
+        gradients = grad.new_empty(3, *v.shape)
+        dq, dk, dv = gradients.unbind(0)
         torch.baddbmm(dq, dscores, k, beta=0, alpha=scale, out=dq)
         torch.baddbmm(dk, dscores.mT, q, beta=0, alpha=scale, out=dk)
         torch.bmm(self.map.mT, grad, out=dv)
-        found = found.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
-        return found.reshape(*self.xhat.shape[:2], 3 * heads * head_dim)
+        gradients = gradients.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
+        return gradients.reshape(*self.xhat.shape[:2], 3 * heads * head_dim)
 
 
-def _sums(t, layers, layout):
+def _allocate_sums(t, layers, layout):
     """Return the sums over the windows for the gradients of parameters, in full precision."""
     column = layers.qkv_bias if t.qkv_bias is None else t.qkv_bias
     return types.SimpleNamespace(
@@ -372,14 +372,14 @@ def _sums(t, layers, layout):
 def _parameter_gradients(settings, t, sums):
     """Return the gradients of the parameters from the sums over the windows: unfold the norm, undo the scale."""
     weight, bias = sums.qkv_weight.value, sums.qkv_bias.value
-    scales = _scales(settings.scale, len(bias), bias.dtype, bias.device)
+    scales = _qkv_scales(settings.scale, len(bias), bias.dtype, bias.device)
     *folded, dbias = unfold(weight.mul_(scales[:, None]), bias.mul_(scales), t.qkv_weight, t.norm_weight, t.norm_bias)
     if sums.pads is not None:
         dbias = torch.addcmul(dbias, sums.pads.value, scales)
-    return WindowGradients(None, *folded, dbias, _of_table(t, sums), sums.proj_weight.value)
+    return WindowGradients(None, *folded, dbias, _table_gradient(t, sums), sums.proj_weight.value)
 
 
-def _of_table(t, sums):
+def _table_gradient(t, sums):
     bias = sums.bias.value
     table = torch.zeros_like(t.table, dtype=bias.dtype)
     # Entries of the map that share a row of the table are added in their order, as in the backward pass of the module's

@@ -62,10 +62,10 @@ def build_batch(
         if truth and len(shares := truth[i % len(truth)]):
             bboxes = (np.resize(shares, (boxes, 4)) * (width, height, width, height)).astype(np.float32)
         else:
-            bboxes = _random_boxes(rng, boxes, height, width)
+            bboxes = _draw_boxes(rng, boxes, height, width)
         sample = _sample(rng, i, bboxes, (height, width), num_classes, with_masks)
         if proposals:
-            sample.proposals = _proposals(rng, bboxes, proposals, height, width)
+            sample.proposals = _draw_proposals(rng, bboxes, proposals, height, width)
         if semantic:
             stripes = num_classes + torch.arange(width) * _STUFF // width
             sample.gt_sem_seg = PixelData(sem_seg=stripes.expand(1, height, width).clone())
@@ -93,14 +93,14 @@ def _sample(rng, number, bboxes, size, num_classes, with_masks) -> DetDataSample
         labels=torch.from_numpy(rng.integers(0, num_classes, len(bboxes))),
     )
     if with_masks:
-        sample.gt_instances.masks = BitmapMasks(_ellipses(bboxes, *size), *size)
+        sample.gt_instances.masks = BitmapMasks(_draw_ellipses(bboxes, *size), *size)
     sample.ignored_instances = InstanceData(
         bboxes=HorizontalBoxes(torch.zeros(0, 4)), labels=torch.zeros(0, dtype=torch.long)
     )
     return sample
 
 
-def _random_boxes(rng, number, height, width):
+def _draw_boxes(rng, number, height, width):
     low, high = _BOX_SIDES
     sides = min(height, width) * np.exp(rng.uniform(np.log(low), np.log(high), number))
     aspect = np.exp(rng.uniform(-0.7, 0.7, number))
@@ -110,7 +110,7 @@ def _random_boxes(rng, number, height, width):
     return np.stack([x, y, x + w, y + h], 1).astype(np.float32)
 
 
-def _ellipses(bboxes, height, width):
+def _draw_ellipses(bboxes, height, width):
     masks = np.zeros((len(bboxes), height, width), np.uint8)
     for mask, (x1, y1, x2, y2) in zip(masks, bboxes, strict=True):
         rows, columns = np.arange(int(y1), int(np.ceil(y2))), np.arange(int(x1), int(np.ceil(x2)))
@@ -120,11 +120,11 @@ def _ellipses(bboxes, height, width):
     return masks
 
 
-def _proposals(rng, truth, number, height, width, per_box=8):
+def _draw_proposals(rng, truth, number, height, width, per_box=8):
     """Return proposals, of which at most half lie near the ground truth, ``per_box`` for each box."""
     near = truth[np.arange(min(per_box * len(truth), number // 2)) % max(len(truth), 1)]
     near = near + rng.uniform(-0.05, 0.05, near.shape) * np.tile(near[:, 2:] - near[:, :2], 2)
-    others = _random_boxes(rng, number - len(near), height, width)
+    others = _draw_boxes(rng, number - len(near), height, width)
     boxes = torch.from_numpy(np.concatenate([near, others]).astype(np.float32))
     return InstanceData(bboxes=boxes, scores=torch.zeros(number), labels=torch.zeros(number, dtype=torch.long))
 
@@ -216,17 +216,17 @@ def _find_near_the_truth(rpn, per_box, seed):
 
     def loss_and_predict(x, batch_data_samples, *args, **kwargs):
         losses, results = original(x, batch_data_samples, *args, **kwargs)
-        if any('features' in found for found in results):  # learnt proposals (Sparse R-CNN), whose number is fixed
+        if any('features' in result for result in results):  # learnt proposals (Sparse R-CNN), whose number is fixed
             return losses, results
         rng = np.random.default_rng(seed)
         total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')
         proposals = []
-        for sample, found in zip(batch_data_samples, results, strict=True):
+        for sample, result in zip(batch_data_samples, results, strict=True):
             truth = sample.gt_instances.bboxes
             truth = getattr(truth, 'tensor', truth).cpu().numpy()
-            number = total or len(found)
-            boxes = _proposals(rng, truth, number, *sample.img_shape[:2], per_box)
-            proposals.append(boxes.to(found.bboxes.device))
+            number = total or len(result)
+            boxes = _draw_proposals(rng, truth, number, *sample.img_shape[:2], per_box)
+            proposals.append(boxes.to(result.bboxes.device))
         return losses, proposals
 
     rpn.loss_and_predict = loss_and_predict

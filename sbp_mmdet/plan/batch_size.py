@@ -6,10 +6,10 @@ from typing import NamedTuple
 from mmengine.config import Config
 
 from ..presets import PRESETS
-from .planner import ORDER, needed
-from .variants import NotApplicable, piece_change
+from .planner import ORDER, count_needed_bytes
+from .variants import NotApplicable, find_piece_changes
 
-__all__ = ['LARGEST', 'BatchRow', 'largest_batch', 'largest_batches', 'learning_rate']
+__all__ = ['LARGEST', 'BatchRow', 'find_largest_batch', 'find_largest_batches', 'learning_rate']
 
 # Relative error of a need that is extrapolated by one image along a line through counts.
 _LINE_ERRS = 0.01
@@ -36,7 +36,9 @@ class BatchRow(NamedTuple):
     learning_rate: float | None
 
 
-def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, int] | None = None) -> tuple[int, int]:
+def find_largest_batch(
+    need: Callable[[int], int], budget: int, counted: dict[int, int] | None = None
+) -> tuple[int, int]:
     """Find the largest batch that fits into a budget.
 
     The memory of a step is nearly linear in the number of images, so the answer is interpolated from counts on both
@@ -77,7 +79,7 @@ def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, in
         other = high if above else max(images for images in counted if images < low)
         slope = max((counted[other] - counted[low]) / (other - low), 1)
         guess = int(low + (budget - counted[low]) / slope)
-        if guess == low and _on_a_line(counted, low) and counted[low] + slope > budget * (1 + _LINE_ERRS):
+        if guess == low and _lie_on_a_line(counted, low) and counted[low] + slope > budget * (1 + _LINE_ERRS):
             return low, counted[low]
         if not above:  # one and two images say little of fifty, and a count of fifty takes this machine's memory
             guess = min(max(guess, low + 1), _FURTHER * low)
@@ -86,7 +88,7 @@ def largest_batch(need: Callable[[int], int], budget: int, counted: dict[int, in
         count(min(max(guess, low + 1), high - 1))
 
 
-def _on_a_line(counted, low):
+def _lie_on_a_line(counted, low):
     """Return whether the three counts next to one lie on a line, and it is one of them or between them."""
     if len(counted) < 3:
         return False
@@ -96,7 +98,7 @@ def _on_a_line(counted, low):
     return abs(expected / middle - 1) < _LINE_ERRS / 2
 
 
-def largest_batches(
+def find_largest_batches(
     config: Config,
     budget: int,
     measure: Callable[[str, int], dict],
@@ -119,14 +121,14 @@ def largest_batches(
     rows = []
     for pieces in ((), ('amp',)):
         try:
-            piece_change(config, pieces)
+            find_piece_changes(config, pieces)
         except NotApplicable:
             continue
         for name in ('none', 'with_cp', *ORDER):
             if name not in presets or (pieces and PRESETS[name].gradients != 'exact'):
                 continue
             variant = '+'.join((name, *pieces))
-            images, need = largest_batch(lambda n, v=variant: needed(measure(v, n), gpus > 1), budget)
+            images, need = find_largest_batch(lambda n, v=variant: count_needed_bytes(measure(v, n), gpus > 1), budget)
             gradients = ', '.join((PRESETS[name].gradients, *(['fp16'] if pieces else [])))
             rows.append(BatchRow(variant, gradients, images, need, learning_rate(config, images * gpus)))
     return rows

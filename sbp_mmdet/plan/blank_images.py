@@ -20,7 +20,7 @@ from mmdet.structures.mask import PolygonMasks
 from mmengine.dataset import Compose
 from PIL import Image
 
-__all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'rectangle']
+__all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'make_polygon']
 
 NO_BOXES = np.zeros((0, 4))
 # Largest number of other images that a data set tries when the pipeline rejects one; mmengine's default is 1000.
@@ -28,7 +28,7 @@ _REFETCHES = 15
 _ORIENTATION = 0x0112  # tag of EXIF
 
 
-def rectangle(box: Sequence[float]) -> list[list[float]]:
+def make_polygon(box: Sequence[float]) -> list[list[float]]:
     """Return the polygon of a box in COCO's format.
 
     Args:
@@ -54,19 +54,19 @@ class _BlankImage(BaseTransform):
     """
 
     def __init__(self, loader, channels):
-        self.loader, self.channels, self.asked = loader, channels, 0
+        self.loader, self.channels, self.num_read = loader, channels, 0
 
     def transform(self, results):
         shape = results.get('height'), results.get('width')
         known = all(shape)
-        if not known or self.asked < 3 or _has_other_size(results.get('img_path'), shape):
-            self.asked += 1
+        if not known or self.num_read < 3 or _has_other_size(results.get('img_path'), shape):
+            self.num_read += 1
             try:
                 read = self.loader(dict(results))
             except Exception:
                 if not known:
                     raise
-                self.asked = 3
+                self.num_read = 3
             else:
                 if read is None:
                     return None
@@ -102,7 +102,7 @@ class _BlankAnnotations(BaseTransform):
         if self.loader.with_mask:
             for instance in results.get('instances', []):
                 if not isinstance(instance.get('mask'), list):  # run-length encoded
-                    instance['mask'] = rectangle(instance['bbox'])
+                    instance['mask'] = make_polygon(instance['bbox'])
         results = self.loader(results)
         if self.seg:
             results['gt_seg_map'] = np.zeros(results['ori_shape'], np.uint8)

@@ -23,9 +23,9 @@ def check() -> bool:
     return all([_run_check(name, look) for name, look in _LOOKS.items()])  # a list: all lines are printed
 
 
-def _run_check(name, look):
+def _run_check(name, probe):
     try:
-        print(f'ok      {name}: {look()}')
+        print(f'ok      {name}: {probe()}')
     except Exception as error:  # noqa: BLE001  whatever is wrong with an environment
         print(f'FAILED  {name}: {type(error).__name__}: {error}')
         return False

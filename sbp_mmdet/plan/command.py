@@ -21,18 +21,18 @@ import torch
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
-from .batch_size import largest_batches
+from .batch_size import find_largest_batches
 from .check import check
-from .config_checks import add_config, problem_of_imports
-from .counts import count_step, end_progress, presets_for, rows_of
-from .errors import reason_of
-from .inputs import add_inputs, crowded, inputs_of, labels_of
+from .config_checks import add_config, find_missing_import
+from .counts import count_step, count_variants, end_progress, list_presets
+from .errors import describe_error
+from .inputs import add_inputs, count_crowded_boxes, find_classes, find_training_inputs
 from .pipeline import CannotRun
-from .planner import CONTEXT, MARGIN, OWN, WORKSPACES, answer, parse_bytes, parse_size
+from .planner import CONTEXT, MARGIN, OWN, WORKSPACES, choose_row, parse_bytes, parse_size
 from .rehearse import DoesNotFit, RehearseHook
 from .report import add_report
-from .snippet import snippet, where_to
-from .tables import Column, format_gib, text_table
+from .snippet import format_heading, snippet
+from .tables import Column, format_gib, format_table
 from .transforms import name_of
 from .variants import STANDS_IN, is_plain, load_config, needs_mmpretrain, plain
 from .verify import add_verify
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with _stdout_for_the_answer(args) if getattr(args, 'json', False) else contextlib.nullcontext():
             config = load_config(args.config, args.cfg_options)
-            if problem := problem_of_imports(config):
+            if problem := find_missing_import(config):
                 print(f'warning: {args.config}: {problem}', file=sys.stderr)
             args.run(args, config)
     except ValueError as error:
@@ -124,22 +124,23 @@ def _plan(args, config):
         )
     if args.batch == 'max':
         return _plan_batches(args, config, budget, size)
-    inputs = inputs_of(config, args.batch, size, processes=args.gpus)
+    inputs = find_training_inputs(config, args.batch, size, processes=args.gpus)
     boxes = inputs.boxes if args.boxes is None else args.boxes
-    args.boxes = crowded(inputs.batch) if boxes is None else boxes
-    case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes, usual=inputs.usual)
-    case['channels'] = inputs.channels
+    args.boxes = count_crowded_boxes(inputs.batch) if boxes is None else boxes
+    batch_shape = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
+    batch_shape.update(usual=inputs.usual, channels=inputs.channels)
     if budget < WORKSPACES + CONTEXT and not args.json:
         raise SystemExit(
-            f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model.'
+            f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model. '
+            'Give the memory of a larger GPU, such as --budget 8GiB'
         )
     try:
-        rows = rows_of(config, budget, case, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
+        rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: a training step cannot be run here: {describe_error(error)}') from error
     finally:
         end_progress()
-    best = answer(rows)
+    best = choose_row(rows)
     unchanged = best is None or best.variant == OWN
     if best is not None and best.variant == 'none':
         unchanged = is_plain(config) and not needs_mmpretrain(config)
@@ -153,20 +154,20 @@ def _plan(args, config):
 
 
 def _plan_batches(args, config, budget, size):
-    inputs, base = inputs_of(config, None, size, processes=args.gpus), plain(config)
-    presets = presets_for(base)
+    inputs, base = find_training_inputs(config, None, size, processes=args.gpus), plain(config)
+    presets = list_presets(base)
 
     def measure(variant, images):
-        told = inputs.boxes if args.boxes is None else args.boxes
-        boxes = crowded(images) if told is None else told
-        case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
-        case.update(channels=inputs.channels, expandable=False)
-        return count_step(base, variant, case, f'{variant}, {images} images')
+        given_boxes = inputs.boxes if args.boxes is None else args.boxes
+        boxes = count_crowded_boxes(images) if given_boxes is None else given_boxes
+        batch_shape = dict(batch=images, height=inputs.height, width=inputs.width, boxes=boxes, usual=inputs.usual)
+        batch_shape.update(channels=inputs.channels, expandable=False)
+        return count_step(base, variant, batch_shape, f'{variant}, {images} images')
 
     try:
-        rows = largest_batches(base, budget, measure, presets, gpus=args.gpus)
+        rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise SystemExit(f'{args.config}: a training step cannot be run here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: a training step cannot be run here: {describe_error(error)}') from error
     finally:
         end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
@@ -205,9 +206,9 @@ def _format_batches(args, config, inputs, budget, rows, best, lines):
     else:
         short = f' The config has {inputs.batch} images per GPU' if inputs.batch > best.images else ''
         more = short and f'; set optim_wrapper.accumulative_counts={-(-inputs.batch // best.images)} to keep that.'
-        end = f'Most images with exact gradients: {best.images}, with {best.variant}.{short}{more} {where_to(config)}'
-        end = f'{end}\n\n{lines}'
-    return f'{text_table(columns, rows)}\n\n{note}\n{end}'
+        end = f'Most images with exact gradients: {best.images}, with {best.variant}.{short}{more}'
+        end = f'{end} {format_heading(config)}\n\n{lines}'
+    return f'{format_table(columns, rows)}\n\n{note}\n{end}'
 
 
 def _format_plan(args, config, inputs, budget, rows, best, lines):
@@ -223,14 +224,14 @@ def _format_plan(args, config, inputs, budget, rows, best, lines):
             Column('allocated', lambda row: format_gib(row['allocated'])),
             Column('reserved', lambda row: format_gib(row['reserved'])),
         ]
-    case = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
-    table = text_table(columns, [row._asdict() for row in rows])
+    description = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
+    table = format_table(columns, [row._asdict() for row in rows])
     usual = ''
     if inputs.usual:
         rare, middle = (f'{height} x {width}' for height, width in (inputs.rare, inputs.usual))
         usual = f'; 1 batch in 1,000 is as large as {rare}, a usual one is {middle}'
     cuda = f'gaps between tensors, {MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
-    note = f'Largest batch: {case} ({inputs.source}{usual}); with {cuda}.'
+    note = f'Largest batch: {description} ({inputs.source}{usual}); with {cuda}.'
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
     note += _describe_run(config)
@@ -242,7 +243,7 @@ def _format_plan(args, config, inputs, budget, rows, best, lines):
         end = f'It fits into {format_gib(budget)} as it is.'
     else:
         how = '' if best.variant == 'none' else f' with {best.variant}'
-        end = f'It fits into {format_gib(budget)}{how}. {where_to(config)}\n\n{lines}'
+        end = f'It fits into {format_gib(budget)}{how}. {format_heading(config)}\n\n{lines}'
     return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, best, budget)}'
 
 
@@ -250,7 +251,7 @@ def _describe_run(config):
     """Return lines on what a training needs besides its steps: validation, and packages that are missing."""
     lines = []
     if config.get('val_dataloader') and config.get('val_cfg'):
-        masks = ', which pastes masks into images of their full size' if labels_of(config)[1] else ''
+        masks = ', which pastes masks into images of their full size' if find_classes(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
     if needs_mmpretrain(config):
         lines.append(f'The config {_describe_missing_backbone(config)}; counts and lines are for that backbone.')
@@ -348,7 +349,7 @@ def _rehearse(args, config):
                 'data_root and ann_file of train_dataloader'
             ) from error
         except Exception as error:  # whatever a config, its data and its model may raise
-            raise SystemExit(f'{args.config}: it cannot be rehearsed here: {reason_of(error)}') from error
+            raise SystemExit(f'{args.config}: it cannot be rehearsed here: {describe_error(error)}') from error
 
 
 if __name__ == '__main__':

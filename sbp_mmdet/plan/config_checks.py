@@ -9,7 +9,7 @@ from mmengine.config import Config, DictAction
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
 
-__all__ = ['add_config', 'check_config', 'imports_of', 'problem_of_imports']
+__all__ = ['add_config', 'check_config', 'find_missing_import', 'list_imports']
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
@@ -37,7 +37,7 @@ def add_config(verb: argparse.ArgumentParser, what: str = 'config file, or mmdet
     verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
 
 
-def imports_of(config: Config) -> list[str]:
+def list_imports(config: Config) -> list[str]:
     """Return the names of the modules in ``custom_imports`` of a config.
 
     Args:
@@ -82,7 +82,7 @@ def check_config(config: Config) -> None:
     _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
 
 
-def problem_of_imports(config: Config) -> str | None:
+def find_missing_import(config: Config) -> str | None:
     """Return what is wrong with a config that names classes of this package and does not import it.
 
     A training would not know these classes. Modules that the config imports may import this package in turn, except
@@ -97,7 +97,7 @@ def problem_of_imports(config: Config) -> str | None:
     hooks = config.get('custom_hooks') or []
     named = [(HOOKS, hook['type']) for hook in hooks] + [(MODELS, (config.model.get('backbone') or {}).get('type'))]
     ours = [kind for registry, kind in named if isinstance(kind, str) and _is_ours(registry.get(kind))]
-    imports = [*imports_of(config)]
+    imports = [*list_imports(config)]
     if not ours or any(name.partition('.')[0] not in _LIBRARIES for name in imports):
         return None
     return (

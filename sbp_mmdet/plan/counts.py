@@ -7,48 +7,48 @@ from mmengine.config import Config
 from ..presets import PRESETS
 from .detector import build_detector, measure_detector
 from .planner import OWN, Row, most_counts, plan
-from .variants import dropping_no_image, own_gradients, plain, presets_of, with_variant
+from .variants import find_presets, own_gradients, plain, with_variant, without_dropped_images
 
-__all__ = ['count_step', 'end_progress', 'presets_for', 'rows_of']
+__all__ = ['count_step', 'count_variants', 'end_progress', 'list_presets']
 
 
-def rows_of(config: Config, budget: int, case: dict, **options) -> list[Row]:
+def count_variants(config: Config, budget: int, batch_shape: dict, **options) -> list[Row]:
     """Return the planner's table of a config.
 
     Args:
         config (Config): Config of a detector.
         budget (int): Memory of the GPU, in bytes.
-        case (dict): ``batch``, ``height``, ``width`` and ``boxes`` of the largest batch, and ``usual`` if it is known,
-            see :func:`.detector.measure_detector`.
+        batch_shape (dict): ``batch``, ``height``, ``width`` and ``boxes`` of the largest batch, and ``usual`` if it is
+            known, see :func:`.detector.measure_detector`.
         **options: Further arguments of :func:`.planner.plan`.
 
     Returns:
         list[Row]: A row for each variant that was counted, see :func:`.planner.plan`.
     """
     base = plain(config)
-    presets, looked = presets_for(base), []
+    presets, looked = list_presets(base), []
 
     def measure(variant):
         looked.append(variant)
         bar = '#' * len(looked) + '.' * (most_counts(presets) - len(looked))
-        return count_step(config if variant == OWN else base, variant, case, f'[{bar}] {variant}')
+        return count_step(config if variant == OWN else base, variant, batch_shape, f'[{bar}] {variant}')
 
     return plan(base, budget, measure, presets, own=own_gradients(config), **options)
 
 
-def presets_for(base: Config) -> list[str]:
+def list_presets(base: Config) -> list[str]:
     """Return the names of the presets that apply to the model of a plain config."""
-    reasons = presets_of(build_detector(base, 'cpu')[0])
+    reasons = find_presets(build_detector(base, 'cpu')[0])
     return [name for name, reason in reasons.items() if reason is None]
 
 
-def count_step(base: Config, variant: str, case: dict, progress: str) -> dict:
+def count_step(base: Config, variant: str, batch_shape: dict, progress: str) -> dict:
     """Count a training step of a variant.
 
     Args:
         base (Config): A plain config, see :func:`.variants.plain`; for the variant 'as it is' any config.
         variant (str): The variant.
-        case (dict): Arguments of :func:`.detector.measure_detector`.
+        batch_shape (dict): Arguments of :func:`.detector.measure_detector`.
         progress (str): Line for stderr.
 
     Returns:
@@ -61,9 +61,9 @@ def count_step(base: Config, variant: str, case: dict, progress: str) -> dict:
         print(f'counts {"plain training" if name == "none" else name}', file=sys.stderr, flush=True)
     # Stochastic depth drops images at random; the count is of a step that drops none.
     if variant == OWN:
-        return measure_detector(dropping_no_image(base), **case)
+        return measure_detector(without_dropped_images(base), **batch_shape)
     worst = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
-    return measure_detector(with_variant(base, variant, **worst), **case)
+    return measure_detector(with_variant(base, variant, **worst), **batch_shape)
 
 
 def end_progress() -> None:

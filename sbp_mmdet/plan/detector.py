@@ -28,10 +28,10 @@ from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
 from .device import use_device
 from .eight_bit import AdamW8bitStates
-from .inputs import labels_of, labels_read
+from .inputs import find_annotations, find_classes
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
-from .reserved import pixels_of_usual, reserved_bytes
+from .reserved import find_usual_share, reserved_bytes
 from .skip_arithmetic import SkipArithmetic
 
 __all__ = [
@@ -84,20 +84,20 @@ def measure_detector(
     _clear_caches()
     counter = LiveBytes(record=True)
     bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
-    case = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
+    batch_shape = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
     with (
         at_the_first_step(),
         cuda_kernels(counter, compute) as skipping,
         cuda_storage(counter, bfloat16),
         assignment_on_cpu(counter),
     ):
-        model, wrapper, data = build_training(config, **case)
+        model, wrapper, data = build_training(config, **batch_shape)
         try:
-            row, held = _count(model, wrapper, data, counter, config, None if compute else skipping)
+            row, held = _count_step(model, wrapper, data, counter, config, None if compute else skipping)
         finally:
             del model, wrapper, data
             gc.collect()
-    return dict(row, **reserved_bytes(held, counter.events, pixels_of_usual(usual, height, width), expandable))
+    return dict(row, **reserved_bytes(held, counter.events, find_usual_share(usual, height, width), expandable))
 
 
 def _clear_caches():
@@ -166,8 +166,8 @@ def build_training(
     model, wrapper = build_detector(config, device)
     if trained:
         as_if_trained(model)
-    reads_masks, semantic = labels_read(config)
-    num_classes, masks = labels_of(config)
+    reads_masks, semantic = find_annotations(config)
+    num_classes, masks = find_classes(config)
     proposals = 1000 if config.model.get('roi_head') and not config.model.get('rpn_head') else 0
     options = dict(semantic=semantic, proposals=proposals, channels=channels)
     data = build_batch(batch, height, width, boxes, num_classes, masks or reads_masks, **options)
@@ -248,12 +248,12 @@ def _amp_dtype(config):
     return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
 
 
-def _storages(tensors):
+def _list_storages(tensors):
     return list({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _bytes(tensors):
-    return sum(_storages(tensors))
+def _count_bytes(tensors):
+    return sum(_list_storages(tensors))
 
 
 def _get_states(optimizer) -> list[Tensor]:
@@ -281,7 +281,7 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
     return tensors
 
 
-def averaged_bytes(config: Config, model: nn.Module) -> int:
+def count_averaged_bytes(config: Config, model: nn.Module) -> int:
     """Return the bytes of the averaged copies that :class:`mmengine.hooks.EMAHook` and its subclasses keep.
 
     Args:
@@ -291,10 +291,10 @@ def averaged_bytes(config: Config, model: nn.Module) -> int:
     hooks = [*(config.get('custom_hooks') or []), *filter(None, (config.get('default_hooks') or {}).values())]
     kinds = [hook_class(hook) for hook in hooks]
     copies = sum(isinstance(kind, type) and issubclass(kind, EMAHook) for kind in kinds)
-    return copies * _bytes([*model.parameters(), *model.buffers()])
+    return copies * _count_bytes([*model.parameters(), *model.buffers()])
 
 
-def _watch(wrapper, row, model, saved, live, phase):
+def _note_bytes(wrapper, row, model, saved, live, phase):
     """Return a context manager that writes the bytes at the end of forward and backward pass to ``row``."""
     update, step = wrapper.update_params, wrapper.step
 
@@ -305,14 +305,14 @@ def _watch(wrapper, row, model, saved, live, phase):
         return update(loss, *args, **kwargs)
 
     def optimizer_step(*args, **kwargs):
-        row['gradients'] = _bytes([p.grad for p in model.parameters() if p.grad is not None])
+        row['gradients'] = _count_bytes([p.grad for p in model.parameters() if p.grad is not None])
         phase('optimizer step')
         return step(*args, **kwargs)
 
     return mock.patch.multiple(wrapper, update_params=update_params, step=optimizer_step)
 
 
-def _count(model: nn.Module, wrapper, data, counter, config, skipping):
+def _count_step(model: nn.Module, wrapper, data, counter, config, skipping):
     tracker = PartTracker(model)
     saved = SavedByPart(tracker.current)
     for group in wrapper.optimizer.param_groups:
@@ -330,8 +330,8 @@ def _count(model: nn.Module, wrapper, data, counter, config, skipping):
                 p.grad = torch.zeros_like(p)
         wrapper.step()
         wrapper.zero_grad()
-    row = dict(parameters=_bytes(held_tensors(model)), optimizer=_bytes(_get_states(wrapper.optimizer)))
-    row['parameters'] += averaged_bytes(config, model)
+    row = dict(parameters=_count_bytes(held_tensors(model)), optimizer=_count_bytes(_get_states(wrapper.optimizer)))
+    row['parameters'] += count_averaged_bytes(config, model)
     static = row['parameters'] + row['optimizer']
 
     @contextlib.contextmanager
@@ -341,14 +341,16 @@ def _count(model: nn.Module, wrapper, data, counter, config, skipping):
             yield
 
     counter.phase = 'forward'
-    watch = _watch(wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p))
+    watch = _note_bytes(
+        wrapper, row, model, saved, lambda: static + counter.live, lambda p: setattr(counter, 'phase', p)
+    )
     with mock.patch.object(wrapper, 'optim_context', optim_context), watch, autocast_rules(), skip, counter:
         torch.manual_seed(0)
         model.train_step(data, wrapper)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
     row.update(peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks)
-    held = _storages([*held_tensors(model), *_get_states(wrapper.optimizer)])
-    return row, [*held, averaged_bytes(config, model)]
+    held = _list_storages([*held_tensors(model), *_get_states(wrapper.optimizer)])
+    return row, [*held, count_averaged_bytes(config, model)]
 
 
 def _values_do_not_matter(model: nn.Module) -> bool:

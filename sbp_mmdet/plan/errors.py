@@ -3,10 +3,10 @@
 import traceback
 from pathlib import Path
 
-__all__ = ['problem_of_data', 'reason_of']
+__all__ = ['describe_data_error', 'describe_error']
 
 
-def reason_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error's class, message and place in one line.
 
     Args:
@@ -24,7 +24,7 @@ def reason_of(error: Exception) -> str:
     return f'{type(error).__name__}{text and ": "}{text} ({where})'
 
 
-def problem_of_data(what: str, error: Exception) -> str:
+def describe_data_error(what: str, error: Exception) -> str:
     """Return an error of a data set in one line.
 
     Args:

@@ -8,8 +8,8 @@ from mmengine.config import Config
 from mmengine.dist import get_world_size
 from torch.utils.data import BatchSampler
 
-from .errors import problem_of_data
-from .pipeline import CannotRun, Samples, own_draws
+from .errors import describe_data_error
+from .pipeline import CannotRun, Samples, seeded_generators
 from .transforms import name_of
 
 __all__ = ['GROUPING', 'index_batches']
@@ -25,7 +25,7 @@ def index_batches(
     """Run a config's samplers, unless they are known to put together any images of a group.
 
     Args:
-        samples (Samples): Result of :func:`.pipeline.samples_of`.
+        samples (Samples): Result of :func:`.pipeline.sample_pipeline`.
         config (Config): Config of the detector.
         dataset: Train data set.
         batch (int): Number of images of a batch.
@@ -44,14 +44,14 @@ def index_batches(
     random = name_of(sampler) in ('', *_DRAWING) and sampler.get('shuffle', True)
     if random and name_of(batches) in ('', *GROUPING) or samples.groups is None or processes != get_world_size():
         return None
-    with own_draws():
+    with seeded_generators():
         try:
-            return [[int(i) for i in one] for one in _run(loader, dataset, batch, number)]
+            return [[int(i) for i in one] for one in _draw_epochs(loader, dataset, batch, number)]
         except Exception as error:  # whatever a sampler of the user's raises
-            raise CannotRun(problem_of_data('its sampler cannot be run', error)) from error
+            raise CannotRun(describe_data_error('its sampler cannot be run', error)) from error
 
 
-def _run(loader, dataset, batch, number) -> Iterator[list[int]]:
+def _draw_epochs(loader, dataset, batch, number) -> Iterator[list[int]]:
     """Yield the batches of as many epochs as it takes, built as mmengine's runner builds the samplers."""
     sampler = DATA_SAMPLERS.build(copy.deepcopy(loader.sampler), default_args=dict(dataset=dataset, seed=0))
     if given := loader.get('batch_sampler'):
@@ -68,4 +68,4 @@ def _run(loader, dataset, batch, number) -> Iterator[list[int]]:
             if (done := done + 1) == number:
                 return
         if done == begun:
-            raise ValueError('it gives no batch; the data set may have fewer images than a batch')
+            raise ValueError(f'it gives no batch of {batch} from {len(dataset)} images; take a smaller batch')

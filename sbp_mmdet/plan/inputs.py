@@ -8,11 +8,20 @@ from mmdet.registry import HOOKS
 from mmengine.config import Config
 
 from ..surgery import hook_arguments, hook_class
-from .pipeline import data_set_of, samples_of
+from .pipeline import build_train_dataset, sample_pipeline
 from .transforms import channels_of, innermost_of, name_of, transforms_of
-from .worst_batch import Batch, batches_of
+from .worst_batch import Batch, draw_batches
 
-__all__ = ['DEFAULT_BATCH', 'DEFAULT_SIZE', 'Inputs', 'add_inputs', 'crowded', 'inputs_of', 'labels_of', 'labels_read']
+__all__ = [
+    'DEFAULT_BATCH',
+    'DEFAULT_SIZE',
+    'Inputs',
+    'add_inputs',
+    'count_crowded_boxes',
+    'find_annotations',
+    'find_classes',
+    'find_training_inputs',
+]
 
 DEFAULT_BATCH = 2
 DEFAULT_SIZE = (800, 1333)
@@ -22,7 +31,7 @@ DEFAULT_SIZE = (800, 1333)
 _MEAN_BOXES, _CROWDED = 7.3, 74.5
 
 
-def crowded(batch: int) -> int:
+def count_crowded_boxes(batch: int) -> int:
     """Return the number of boxes of each image in a crowded batch of COCO.
 
     Args:
@@ -64,7 +73,7 @@ class Inputs(NamedTuple):
 
 
 def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
-    """Add the arguments ``--batch`` and ``--size`` to a parser. Their defaults are read by :func:`inputs_of`.
+    """Add the arguments ``--batch`` and ``--size`` to a parser; :func:`find_training_inputs` finds their defaults.
 
     Args:
         parser (argparse.ArgumentParser): The parser.
@@ -86,7 +95,7 @@ def _parse_images(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of images; give one, or 'max'") from None
 
 
-def inputs_of(
+def find_training_inputs(
     config: Config,
     batch: int | None = None,
     size: tuple[int, int] | None = None,
@@ -110,7 +119,7 @@ def inputs_of(
         ValueError: If the data set cannot be built or the pipeline cannot be run.
     """
     loader = config.get('train_dataloader') or {}
-    masks, semantic = labels_read(config)
+    masks, semantic = find_annotations(config)
     notes = []
     if batch is None:
         batch = loader.get('batch_size', DEFAULT_BATCH)
@@ -120,34 +129,35 @@ def inputs_of(
         raise ValueError(
             f'batch size {batch!r} must be a whole number of 1 or more; set --batch or train_dataloader.batch_size'
         )
-    case = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels_of(config))
+    inputs = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels_of(config))
     if size is None and not loader.get('dataset'):
         notes.append("size: not in the config, so COCO's")
     elif size is None:
-        case, note = _run_pipeline(config, case, dataset, processes)
+        inputs, note = _run_pipeline(config, inputs, dataset, processes)
         notes.append(note)
-    return case._replace(source='; '.join(reversed(notes)) or 'as told')
+    return inputs._replace(source='; '.join(reversed(notes)) or 'as given')
 
 
-def _run_pipeline(config, case, dataset, processes):
+def _run_pipeline(config, inputs, dataset, processes):
     """Return the inputs with the sizes and boxes that the pipeline gives, and a note on the source of the sizes."""
     whose = 'those of the annotations'
     if dataset is None:
-        dataset, whose = data_set_of(config)
+        dataset, whose = build_train_dataset(config)
     samples = [
-        samples_of(dataset, config, step, case.batch, skip) for step, skip in [(None, ()), *_find_later_changes(config)]
+        sample_pipeline(dataset, config, step, inputs.batch, skip)
+        for step, skip in [(None, ()), *_find_later_changes(config)]
     ]
-    batches = [batches_of(one, config, dataset, case.batch, processes) for one in samples]
+    batches = [draw_batches(one, config, dataset, inputs.batch, processes) for one in samples]
     first, most_pixels = batches[0], max(batches, key=lambda one: one.main.height * one.main.width)
     main, branches = most_pixels.main, most_pixels.largest
     boxes = max(one.main.boxes for one in batches) if samples[0].groups else None
-    batch = main.images if '' in branches else case.batch  # a batch sampler may take its own number
-    case = case._replace(
+    batch = main.images if '' in branches else inputs.batch  # a batch sampler may take its own number
+    inputs = inputs._replace(
         batch=batch, height=main.height, width=main.width, usual=first.usual, rare=first.rare, boxes=boxes,
         channels=samples[0].channels,
         truth=main.truth if samples[0].groups else None, branches=None if '' in branches else branches,
     )  # fmt: skip
-    return case, f'size: of the pipeline; sizes of images: {whose}'
+    return inputs, f'size: of the pipeline; sizes of images: {whose}'
 
 
 def _find_later_changes(config):
@@ -163,7 +173,7 @@ def _find_later_changes(config):
     return changes
 
 
-def labels_read(config: Config) -> tuple[bool, bool]:
+def find_annotations(config: Config) -> tuple[bool, bool]:
     """Return whether a config's pipeline reads a mask for each box, and a map of semantic classes.
 
     Args:
@@ -175,7 +185,7 @@ def labels_read(config: Config) -> tuple[bool, bool]:
     return bool(masks), bool(semantic)
 
 
-def labels_of(config: Config) -> tuple[int, bool]:
+def find_classes(config: Config) -> tuple[int, bool]:
     """Return the smallest number of classes of a model's heads, and whether it is trained with a mask for each box.
 
     Args:
@@ -183,16 +193,16 @@ def labels_of(config: Config) -> tuple[int, bool]:
     """
     numbers = []
 
-    def look(node):
+    def collect(node):
         if isinstance(node, dict):
             if isinstance(node.get('num_classes'), int):
                 numbers.append(node['num_classes'])
             node = list(node.values())
         if isinstance(node, (list, tuple)):
             for item in node:
-                look(item)
+                collect(item)
 
-    look(config.model)
+    collect(config.model)
     roi_head = config.model.get('roi_head')
     masks = (roi_head.get('mask_head') if isinstance(roi_head, dict) else None) or config.model.get('mask_head')
     masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')

@@ -247,19 +247,19 @@ def held_bytes(forward: Callable[[], object], device: torch.device | str = 'cpu'
     if torch.device(device).type == 'cuda':
         return _held_on_cuda(forward)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        out = _graph_of(forward())
-    held, _ = _sums(profiler)
+        out = _get_graph(forward())
+    held, _ = _sum_events(profiler)
     del out
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _backward(forward())
-    return held, _sums(profiler)[1]
+    return held, _sum_events(profiler)[1]
 
 
 def _held_on_cuda(forward):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    out = _graph_of(forward())
+    out = _get_graph(forward())
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     del out
@@ -269,16 +269,18 @@ def _held_on_cuda(forward):
     return held, torch.cuda.max_memory_allocated() - before
 
 
-def _graph_of(out):
+def _get_graph(out):
     """Return the nodes of the graph that made the outputs, so that the outputs themselves can be freed."""
     return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
 
 
 def _backward(out: Tensor | tuple):
+    """Run the backward pass of the mean of the outputs."""
     sum(o.float().mean() for o in (out if isinstance(out, tuple) else (out,))).backward()
 
 
-def _sums(profiler):
+def _sum_events(profiler):
+    """Return the bytes that are held at the end of a profile, and their peak."""
     held = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == '[memory]':

@@ -25,11 +25,11 @@ from mmengine.registry import init_default_scope
 from mmengine.utils import import_modules_from_strings
 
 from ..verify.dry_run import restored_random_states
-from .blank_images import NO_BOXES, as_array, blank_copy, rectangle
-from .errors import problem_of_data
+from .blank_images import NO_BOXES, as_array, blank_copy, make_polygon
+from .errors import describe_data_error
 from .transforms import channels_of, name_of
 
-__all__ = ['CannotRun', 'Samples', 'data_set_of', 'own_draws', 'samples_of']
+__all__ = ['CannotRun', 'Samples', 'build_train_dataset', 'sample_pipeline', 'seeded_generators']
 
 # Widths, heights and approximate frequencies of COCO's images, including the most elongated ones.
 COCO_SIZES = (
@@ -81,7 +81,7 @@ class Samples(NamedTuple):
     groups: tuple[int, int] | None
 
 
-def data_set_of(config: Config) -> tuple[object, str]:
+def build_train_dataset(config: Config) -> tuple[object, str]:
     """Build the train data set of a config. If its annotations are missing, its images have the sizes of COCO's.
 
     Args:
@@ -99,7 +99,7 @@ def data_set_of(config: Config) -> tuple[object, str]:
             import_modules_from_strings(**imports)
     init_default_scope(config.get('default_scope') or 'mmdet')
     cfg = copy.deepcopy(config.train_dataloader.dataset)
-    with _quiet():
+    with _discard_output():
         try:
             dataset = DATASETS.build(cfg)
             dataset.full_init()
@@ -107,19 +107,19 @@ def data_set_of(config: Config) -> tuple[object, str]:
         except (OSError, ImportError):  # files are missing, or a package that reads other data sets than COCO
             pass
         except Exception as error:
-            raise CannotRun(problem_of_data('its train data set cannot be built', error)) from error
+            raise CannotRun(describe_data_error('its train data set cannot be built', error)) from error
         try:
             dataset = DATASETS.build(_with_coco_sized_images(cfg))
             return dataset, "COCO's, because the annotations are not on this machine"
         except Exception as error:
-            raise CannotRun(problem_of_data('its train pipeline cannot be built', error)) from error
+            raise CannotRun(describe_data_error('its train pipeline cannot be built', error)) from error
 
 
-def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequence[str] = ()) -> Samples:
+def sample_pipeline(dataset, config: Config, step=None, batch: int = 1, skip: Sequence[str] = ()) -> Samples:
     """Run a data set's pipeline on many of its images, which are blank if possible. Each call takes the same images.
 
     Args:
-        dataset: Data set of mmengine, as a runner or :func:`data_set_of` builds it. It is not changed.
+        dataset: Data set of mmengine, as a runner or :func:`build_train_dataset` builds it. It is not changed.
         config (Config): Config of the detector.
         step (list | None): Pipeline that a hook switches to. If ``None``, the data set's own. Default: None.
         batch (int): Number of images of a batch; as many of the most crowded images are among the samples. Default: 1.
@@ -139,13 +139,13 @@ def samples_of(dataset, config: Config, step=None, batch: int = 1, skip: Sequenc
             blanks.update_skip_type_keys(skip)
         return blanks
 
-    with own_draws(), _quiet():
+    with seeded_generators(), _discard_output():
         try:
-            return _run(copied(blank=True), batch)
+            return _run_on_samples(copied(blank=True), batch)
         except Exception as error:  # a transform may need the pictures: they are read if they are on this machine
             with contextlib.suppress(Exception):
-                return _run(copied(blank=False), batch)
-            raise CannotRun(problem_of_data('its train pipeline cannot be run', error)) from error
+                return _run_on_samples(copied(blank=False), batch)
+            raise CannotRun(describe_data_error('its train pipeline cannot be run', error)) from error
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class _CocoSizedImages(BaseDataset):
         corner, sides = rng.uniform(0, 0.6, (7, 2)), rng.uniform(0.05, 0.4, (7, 2))
         boxes = np.concatenate([corner, corner + sides], 1) * (width, height, width, height)
         instances = [
-            dict(bbox=box, bbox_label=0, ignore_flag=0, mask=rectangle(box)) for box in np.round(boxes, 1).tolist()
+            dict(bbox=box, bbox_label=0, ignore_flag=0, mask=make_polygon(box)) for box in np.round(boxes, 1).tolist()
         ]
         info = dict(img_id=i, img_path=f'{i}.jpg', seg_map_path=None, segments_info=[], instances=instances)
         return dict(info, height=height, width=width)
@@ -179,7 +179,7 @@ def _with_coco_sized_images(cfg):
         return dict(cfg, datasets=[_with_coco_sized_images(part) for part in parts])
     if inner := cfg.get('dataset'):
         return dict(cfg, dataset=_with_coco_sized_images(inner))
-    steps = [_readable(step) for step in cfg.get('pipeline') or [] if not _is_of_files(step)]
+    steps = [_make_readable(step) for step in cfg.get('pipeline') or [] if not _is_of_files(step)]
     return dict(type=_CocoSizedImages, pipeline=steps)
 
 
@@ -187,7 +187,7 @@ def _is_of_files(step):
     return name_of(step) == 'LoadProposals'
 
 
-def _readable(step):
+def _make_readable(step):
     """Replace the loading of panoptic annotations, which needs a package that may not be installed."""
     if name_of(step) != 'LoadPanopticAnnotations':
         return step
@@ -197,7 +197,7 @@ def _readable(step):
 # --- Running it -------------------------------------------------------------------------------------------------------
 
 
-def _run(dataset, batch) -> Samples:
+def _run_on_samples(dataset, batch) -> Samples:
     total, rng = len(dataset), np.random.default_rng(0)
     infos = [_read_info(dataset, i) for i in range(total)]
     order = np.concatenate([rng.permutation(total) for _ in range(-(-_ROUNDS[-1] // total))])
@@ -211,18 +211,18 @@ def _run(dataset, batch) -> Samples:
         done = len(items)
         sizes = np.array([size[:2] for item in items for _, size in sorted(item.items())])
         bounds = _find_largest_sizes(items, [infos[i] for i in order[:done]])
-        if done < end or bounds == seen and done >= min(total, _ROUNDS[1]) or _is_one(sizes):
+        if done < end or bounds == seen and done >= min(total, _ROUNDS[1]) or _are_equal(sizes):
             break
         seen = bounds
     # The largest images may not be among the samples, so they are added; once, if all sizes are the same.
-    times = 1 if _is_one(sizes) else _TIMES
-    extreme = [i for i in _extremes(infos, batch) for _ in range(times)] if done < total else []
+    times = 1 if _are_equal(sizes) else _TIMES
+    extreme = [i for i in _find_extremes(infos, batch) for _ in range(times)] if done < total else []
     items += [_run_on_image(dataset, i) for i in extreme]
     _show_progress(0, 0)
     images = np.concatenate([order[:done], np.array(extreme, int)])[: len(items)]
     weight = np.where(np.arange(len(items)) < done, 1 / done, 1 / times / total)
     branches = tuple(sorted({branch for item in items for branch in item}))
-    truth = [[_shares(*item[branch]) if branch in item else NO_BOXES for branch in branches] for item in items]
+    truth = [[_to_shares(*item[branch]) if branch in item else NO_BOXES for branch in branches] for item in items]
     shapes = np.array([[(*item.get(branch, (0, 0, 0))[:3],) for branch in branches] for item in items])
     boxes = np.array([[len(one) for one in row] for row in truth])
     high = sum(width < height for height, width, *_ in infos)
@@ -234,12 +234,12 @@ def _run(dataset, batch) -> Samples:
     )  # fmt: skip
 
 
-def _shares(height, width, _, boxes):
+def _to_shares(height, width, _, boxes):
     """Return boxes as shares of the image, or none if the boxes are no rectangles."""
     return boxes / (width, height, width, height) if boxes.shape[1] == 4 else NO_BOXES
 
 
-def _is_one(sizes):
+def _are_equal(sizes):
     return (sizes == sizes[0]).all()
 
 
@@ -272,7 +272,7 @@ def _find_largest_sizes(items, infos):
     return most
 
 
-def _extremes(infos, batch):
+def _find_extremes(infos, batch):
     """Return the indices of the largest and most elongated images of each group, and of the most crowded images."""
     height, width, boxes, source = np.array(infos, float).T
     chosen = list(np.argsort(-boxes, kind='stable')[: min(batch, 32)])
@@ -290,9 +290,9 @@ def _run_on_image(dataset, i):
     if not isinstance(data, dict) or 'inputs' not in data:
         raise ValueError(f'the pipeline returns {type(data).__name__} without inputs; end it with PackDetInputs')
     inputs, samples = data['inputs'], data.get('data_samples')
-    many = inputs if isinstance(inputs, dict) else {'': inputs}
-    others = samples if isinstance(inputs, dict) else {'': samples}
-    return {branch: _shape_and_boxes(value, others[branch]) for branch, value in many.items() if value is not None}
+    if not isinstance(inputs, dict):  # no branches, as semi-supervised training has them
+        inputs, samples = {'': inputs}, {'': samples}
+    return {branch: _shape_and_boxes(one, samples[branch]) for branch, one in inputs.items() if one is not None}
 
 
 def _shape_and_boxes(inputs, sample):
@@ -311,7 +311,9 @@ def _time_limit(i) -> Iterator[None]:
         return
 
     def stop(*_):
-        raise TimeoutError(f'no result for image {i} after {_SECONDS_PER_IMAGE} s')
+        raise TimeoutError(
+            f'no result for image {i} after {_SECONDS_PER_IMAGE} s; a transform may redraw without success'
+        )
 
     handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, _SECONDS_PER_IMAGE)
     try:
@@ -322,7 +324,7 @@ def _time_limit(i) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_draws() -> Iterator[None]:
+def seeded_generators() -> Iterator[None]:
     """Seed all random generators within the context, and restore their states at its end."""
     with restored_random_states():
         random.seed(0), np.random.seed(0), torch.random.default_generator.manual_seed(0)
@@ -330,7 +332,7 @@ def own_draws() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _discard_output() -> Iterator[None]:
     """Discard output on stdout within the context, such as that of pycocotools when it loads annotations."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

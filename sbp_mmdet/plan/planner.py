@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mmengine.config import Config
 
 from ..presets import PRESETS
-from .variants import NotApplicable, piece_change
+from .variants import NotApplicable, find_piece_changes
 
 __all__ = [
     'CONTEXT',
@@ -16,9 +16,9 @@ __all__ = [
     'OWN',
     'WORKSPACES',
     'Row',
-    'answer',
+    'choose_row',
+    'count_needed_bytes',
     'most_counts',
-    'needed',
     'parse_bytes',
     'parse_size',
     'plan',
@@ -107,7 +107,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return height, width
 
 
-def needed(row: dict, ddp: bool = False, held_by: str = 'capacity') -> int:
+def count_needed_bytes(row: dict, ddp: bool = False, held_by: str = 'capacity') -> int:
     """Return the GPU memory that a variant needs.
 
     Args:
@@ -145,7 +145,7 @@ def plan(
         presets (Collection[str]): Presets that apply to the model.
         own (str | None): Gradients of the config's own preset, which is counted first, as the variant :data:`OWN`. If
             ``None``, it has none. Default: None.
-        ddp (bool): See :func:`needed`. Default: False.
+        ddp (bool): See :func:`count_needed_bytes`. Default: False.
         eight_bit (bool): Whether to consider 8-bit optimizer states, too. Default: False.
 
     Returns:
@@ -153,26 +153,26 @@ def plan(
         the smallest one.
     """
 
-    def look(variant):
+    def count_variant(variant):
         name, *pieces = variant.split('+')
         gradients, row = own if variant == OWN else PRESETS[name].gradients, measure(variant)
-        need, expandable = (needed(row, ddp, held_by) for held_by in ('capacity', 'expandable'))
+        need, expandable = (count_needed_bytes(row, ddp, held_by) for held_by in ('capacity', 'expandable'))
         gradients = f'{gradients}, fp16' if 'amp' in pieces else gradients
         return Row(variant, gradients, need, need <= budget, row['peak'], row['reserved'], expandable)
 
     rows = []
     for variant in ('none',) if own is None else (OWN, 'none'):
-        rows.append(look(variant))
+        rows.append(count_variant(variant))
         if rows[-1].fits:
             return rows
     if 'with_cp' in presets:
-        rows.append(look('with_cp'))
+        rows.append(count_variant('with_cp'))
     for name in ORDER:
         if name in presets:
             variants = [v for v in dict.fromkeys(_list_variants(config, name)) if eight_bit or 'adamw8bit' not in v]
-            rows.append(_first_that_fits(variants, look))
+            rows.append(_first_that_fits(variants, count_variant))
         if name == 'exact_min':  # the presets that follow change gradients more than half precision does
-            rows += _try_half_precision(config, look, presets)
+            rows += _try_half_precision(config, count_variant, presets)
     return rows
 
 
@@ -181,40 +181,40 @@ def most_counts(presets: Collection[str]) -> int:
     return 5 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
 
 
-def _try_half_precision(config, look, presets):
+def _try_half_precision(config, count_variant, presets):
     """Return a row of mixed precision, alone or with an exact preset, or no row if the config has it already."""
     try:
-        piece_change(config, ['amp'])
+        find_piece_changes(config, ['amp'])
     except NotApplicable:
         return []
     names = ['none', *(name for name in ('exact', 'exact_min') if name in presets)]
-    return [_first_that_fits([f'{name}+amp' for name in names], look)]
+    return [_first_that_fits([f'{name}+amp' for name in names], count_variant)]
 
 
 def _list_variants(config, name):
     """Yield the variants of a preset from cheap to lean, without the pieces that do not apply to the model."""
     for pieces in _LADDERS[name]:
-        found = [name]
+        variant = [name]
         for piece in pieces:
             try:
-                piece_change(config, [piece])
-                found.append(piece)
+                find_piece_changes(config, [piece])
+                variant.append(piece)
             except NotApplicable:
                 continue
-        yield '+'.join(found)
+        yield '+'.join(variant)
 
 
-def _first_that_fits(variants, look):
+def _first_that_fits(variants, count_variant):
     """Return the row of the first variant that fits, or else the smallest: a piece may cost more than it saves."""
     rows = []
     for variant in variants:
-        rows.append(look(variant))
+        rows.append(count_variant(variant))
         if rows[-1].fits:
             return rows[-1]
     return min(rows, key=lambda row: row.need)
 
 
-def answer(rows: list[Row]) -> Row | None:
+def choose_row(rows: list[Row]) -> Row | None:
     """Return the first row that fits; 'with_cp' only where nothing else with exact gradients fits.
 
     Args:

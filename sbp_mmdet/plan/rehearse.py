@@ -24,7 +24,7 @@ from ..surgery import unwrapped
 from ..verify.dry_run import NoUpdate, restored_random_states
 from ..verify.first_pass import verification_off
 
-__all__ = ['DoesNotFit', 'RehearseHook', 'as_before', 'largest_batch', 'refuse_more_classes']
+__all__ = ['DoesNotFit', 'RehearseHook', 'build_largest_batch', 'refuse_more_classes', 'restored_state']
 
 
 _DIGITS = 1.001  # a budget is given with few digits, so a need that exceeds it by less than this still fits
@@ -65,36 +65,36 @@ class RehearseHook(Hook):
             DoesNotFit: See :class:`RehearseHook`.
         """
         from .batch import while_as_if_trained  # noqa: PLC0415
-        from .inputs import labels_of  # noqa: PLC0415
+        from .inputs import find_classes  # noqa: PLC0415
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
 
-        budget = _memory(runner.model) if self.budget is None else parse_bytes(self.budget)
-        batch, case = largest_batch(runner)
+        budget = _get_gpu_memory(runner.model) if self.budget is None else parse_bytes(self.budget)
+        batch, batch_shape = build_largest_batch(runner)
         model = unwrapped(runner.model)
         # An untrained RPN finds next to nothing; in all but the first steps heads get more than that.
-        with as_before(model), verification_off(), while_as_if_trained(model):
-            peak = _peak(runner, batch, case)
+        with restored_state(model), verification_off(), while_as_if_trained(model):
+            peak = _measure_training_peak(runner, batch, batch_shape)
         # All processes continue, or all stop: a process that continued alone would wait for the others.
-        peak, budget = _of_all_ranks(peak, 'max'), _of_all_ranks(budget, 'min')
-        size = f'{case["batch"]} images of {case["height"]} x {case["width"]} with {case["boxes"]} boxes each'
+        peak, budget = _reduce_over_ranks(peak, 'max'), _reduce_over_ranks(budget, 'min')
+        size = '{batch} images of {height} x {width} with {boxes} boxes each'.format(**batch_shape)
         if peak is None or (budget and peak > budget * _DIGITS):
             needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
                 f'RehearseHook: the largest batch of this data set, {size}, needs {needs}'
-                f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advice(runner, budget, case)}'
+                f'{f"; {format_gib(budget)} may be used" if budget else ""}. {_advise(runner, budget, batch_shape)}'
             )
         message = f'RehearseHook: the largest batch, {size}, needs {format_gib(peak)}'
         message += ': it fits' if budget else ' here; no budget was given'
-        with as_before(unwrapped(runner.model)):
-            validations = largest_validation(runner) if budget else None
-            peaks = [(validation_peak(runner, one), called) for one, called in validations or ()]
+        with restored_state(unwrapped(runner.model)):
+            validations = build_largest_validation(runner) if budget else None
+            peaks = [(measure_validation_peak(runner, one), description) for one, description in validations or ()]
         if validations:
             peak, images = max(peaks, key=lambda one: math.inf if one[0] is None else one[0])
-            peak = _of_all_ranks(peak, 'max')
+            peak = _reduce_over_ranks(peak, 'max')
             if peak is None or peak > budget * _DIGITS:
                 needs = 'more than the GPU has' if peak is None else format_gib(peak)
-                pasted = 'Masks are pasted into images of their full size: ' if labels_of(runner.cfg)[1] else ''
+                pasted = 'Masks are pasted into images of their full size: ' if find_classes(runner.cfg)[1] else ''
                 remedy = 'validate on smaller images, or with fewer detections (max_per_img in test_cfg)'
                 raise DoesNotFit(
                     f'RehearseHook: training fits, but validation on {images} needs {needs}; {format_gib(budget)} may '
@@ -107,7 +107,7 @@ class RehearseHook(Hook):
         runner.logger.info(message)
 
 
-def largest_batch(runner) -> tuple[dict, dict]:
+def build_largest_batch(runner) -> tuple[dict, dict]:
     """Return the largest batch that a runner's training data can give: largest padded size, most boxes.
 
     Args:
@@ -121,13 +121,13 @@ def largest_batch(runner) -> tuple[dict, dict]:
         ValueError: If the pipeline cannot be run.
     """
     from .batch import build_batch  # noqa: PLC0415
-    from .inputs import inputs_of, labels_of  # noqa: PLC0415
+    from .inputs import find_classes, find_training_inputs  # noqa: PLC0415
 
     loader = runner.train_dataloader
     refuse_more_classes(runner.cfg, loader.dataset)
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
-    inputs = inputs_of(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
-    classes, masks = labels_of(runner.cfg)
+    inputs = find_training_inputs(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
+    classes, masks = find_classes(runner.cfg)
     make = functools.partial(
         build_batch,
         num_classes=classes,
@@ -136,13 +136,13 @@ def largest_batch(runner) -> tuple[dict, dict]:
         channels=inputs.channels,
     )
     images = inputs.batch
-    case = dict(batch=images, height=inputs.height, width=inputs.width, boxes=inputs.boxes, channels=inputs.channels)
-    case['usual'] = inputs.usual
+    batch_shape = dict(batch=images, height=inputs.height, width=inputs.width, boxes=inputs.boxes)
+    batch_shape.update(channels=inputs.channels, usual=inputs.usual)
     if inputs.branches is None:
-        return make(images, inputs.height, inputs.width, inputs.boxes, truth=inputs.truth), case
+        return make(images, inputs.height, inputs.width, inputs.boxes, truth=inputs.truth), batch_shape
     parts = {name: make(*part[:4], truth=part.truth) for name, part in inputs.branches.items()}
     keys = 'inputs', 'data_samples'
-    return {key: {name: part[key] for name, part in parts.items()} for key in keys}, case
+    return {key: {name: part[key] for name, part in parts.items()} for key in keys}, batch_shape
 
 
 def refuse_more_classes(config: Config, dataset) -> None:
@@ -165,8 +165,8 @@ def refuse_more_classes(config: Config, dataset) -> None:
     roi_head = model.get('roi_head') or {}
     heads = {'bbox_head': model.get('bbox_head')}
     heads |= {f'roi_head.{name}': roi_head.get(name) for name in ('bbox_head', 'mask_head')}
-    for name, found in heads.items():
-        for head in found if isinstance(found, (list, tuple)) else [found or {}]:
+    for name, heads_here in heads.items():
+        for head in heads_here if isinstance(heads_here, (list, tuple)) else [heads_here or {}]:
             number = head.get('num_classes')
             if isinstance(number, int) and number < classes:
                 raise CannotRun(
@@ -175,7 +175,7 @@ def refuse_more_classes(config: Config, dataset) -> None:
                 )
 
 
-def largest_validation(runner) -> list[tuple[dict, str]] | None:
+def build_largest_validation(runner) -> list[tuple[dict, str]] | None:
     """Return validation batches that consist of the largest image of a runner's validation data.
 
     An image may be the largest on the disk, where masks are pasted into it, or behind its pipeline.
@@ -187,7 +187,7 @@ def largest_validation(runner) -> list[tuple[dict, str]] | None:
         list[tuple[dict, str]] | None: One or two batches, and their descriptions as a text; ``None`` if the runner does
         not validate, or uses a loop without a data loader.
     """
-    from .pipeline import CannotRun, samples_of  # noqa: PLC0415
+    from .pipeline import CannotRun, sample_pipeline  # noqa: PLC0415
 
     loop = getattr(runner, '_val_loop', None)
     loader = getattr(loop, 'dataloader', None)
@@ -199,21 +199,21 @@ def largest_validation(runner) -> list[tuple[dict, str]] | None:
     ]
     chosen = [max(range(len(sizes)), key=lambda i: sizes[i][0] * sizes[i][1])]
     with contextlib.suppress(CannotRun):  # a pipeline without inputs has a step of its own
-        samples = samples_of(dataset, runner.cfg)
+        samples = sample_pipeline(dataset, runner.cfg)
         pixels = samples.sizes.prod(-1).max(-1)
         if pixels[samples.images == chosen[0]].max(initial=0) < pixels.max():
             chosen.append(int(samples.images[pixels.argmax()]))
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size or 1
-    found = []
+    batches = []
     for i in chosen:
         height, width = sizes[i]
-        called = f'{images} image{"s" * (images > 1)}' + (f' of {height} x {width}' if height else '')
-        found.append((loader.collate_fn([dataset[i] for _ in range(images)]), called))
-    return found
+        description = f'{images} image{"s" * (images > 1)}' + (f' of {height} x {width}' if height else '')
+        batches.append((loader.collate_fn([dataset[i] for _ in range(images)]), description))
+    return batches
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def restored_state(model: nn.Module) -> Iterator[None]:
     """Restore at the end of the context what a step changes: random states, buffers, gradients, counters.
 
     Parameters are not restored: the step must not include the optimizer's.
@@ -224,7 +224,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     devices = [torch.device('cuda')] if torch.cuda.is_available() else []
     buffers = [(buffer, buffer.detach().cpu().clone()) for buffer in model.buffers()]
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    counters = [(module, _counters(module)) for module in model.modules()]
+    counters = [(module, _get_plain_attributes(module)) for module in model.modules()]
     passes = [(draws, dict(vars(draws))) for draws in draws_of(model)]
     try:
         with restored_random_states(devices):
@@ -241,7 +241,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
             vars(draws).update(values)
 
 
-def _counters(module):
+def _get_plain_attributes(module):
     """Return the attributes of a module that are plain values, such as the size that a batch augment drew last."""
     own = vars(module).keys() - vars(nn.Module()).keys()
     return {key: copy.deepcopy(vars(module)[key]) for key in own if _is_plain(vars(module)[key])}
@@ -253,32 +253,32 @@ def _is_plain(value):
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _of_all_ranks(number: float | None, op: str) -> float | None:
+def _reduce_over_ranks(number: float | None, op: str) -> float | None:
     """Return the largest or smallest number of all processes (``op`` 'max' or 'min'); ``None`` counts as infinite."""
     value = torch.tensor(math.inf if number is None else float(number), dtype=torch.float64)
     all_reduce(value, op)
     return None if value.isinf() else int(value)
 
 
-def _peak(runner, batch, case) -> int | None:
+def _measure_training_peak(runner, batch, batch_shape) -> int | None:
     """Return the bytes that a training step needs, with the buckets of DDP, or ``None`` if out of memory."""
-    from .reserved import pixels_of_usual  # noqa: PLC0415
+    from .reserved import find_usual_share  # noqa: PLC0415
 
     model, buckets = runner.model, 0
     if isinstance(model, DistributedDataParallel):
         model = model.module
         buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    usual = pixels_of_usual(case.get('usual'), case['height'], case['width'])
+    usual = find_usual_share(batch_shape.get('usual'), batch_shape['height'], batch_shape['width'])
     step = lambda: model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True))  # noqa: E731
-    return _most(runner, model, step, buckets, usual)
+    return _measure_needed_bytes(runner, model, step, buckets, usual)
 
 
-def validation_peak(runner, batch: dict) -> int | None:
+def measure_validation_peak(runner, batch: dict) -> int | None:
     """Return the bytes that a validation step needs in which the detector returns as many objects as it may.
 
     Args:
         runner (Runner): A runner with a detector.
-        batch (dict): Batch of :func:`largest_validation`.
+        batch (dict): Batch of :func:`build_largest_validation`.
 
     Returns:
         int | None: Number of bytes, or ``None`` if out of memory.
@@ -287,15 +287,15 @@ def validation_peak(runner, batch: dict) -> int | None:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), _every_score(model):
-            return _most(runner, model, lambda: model.val_step(batch))
+        with torch.no_grad(), _without_score_thresholds(model):
+            return _measure_needed_bytes(runner, model, lambda: model.val_step(batch))
     finally:
         for module, mode in modes:
             module.training = mode
 
 
 @contextlib.contextmanager
-def _every_score(model):
+def _without_score_thresholds(model):
     """Set all score thresholds of a model to 0 within the context, and restore them at its end.
 
     The scores of an untrained detector are low. Without thresholds it returns as many detections as a trained one.
@@ -315,7 +315,7 @@ def _every_score(model):
             node['score_thr'] = threshold
 
 
-def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
+def _measure_needed_bytes(runner, model, run, buckets=0, usual_share=1) -> int | None:
     """Return the bytes that ``run`` needs, with the optimizer's future states, or ``None`` if out of memory.
 
     On a CPU the planner's margins are added, and gaps between tensors. On a GPU only CUDA's context is: what kernels
@@ -325,10 +325,10 @@ def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
     from .detector import held_tensors  # noqa: PLC0415
     from .device import is_out_of_memory  # noqa: PLC0415
     from .memory import LiveBytes  # noqa: PLC0415
-    from .planner import CONTEXT, needed  # noqa: PLC0415
+    from .planner import CONTEXT, count_needed_bytes  # noqa: PLC0415
     from .reserved import reserved_bytes  # noqa: PLC0415
 
-    states = _states(runner.optim_wrapper)
+    states = _list_state_bytes(runner.optim_wrapper)
     try:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -337,13 +337,13 @@ def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
             run()
             torch.cuda.synchronize()
             del room
-            return min(int(torch.cuda.max_memory_allocated() + CONTEXT), _memory(model))
+            return min(int(torch.cuda.max_memory_allocated() + CONTEXT), _get_gpu_memory(model))
         with LiveBytes(record=True) as counter:
             run()
         copies = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
         held = [*states, *(t.nbytes for one in (model, *copies) for t in held_tensors(one))]
         row = dict(peak=sum(held) + counter.peak, gradients=buckets)
-        return needed(dict(row, **reserved_bytes(held, counter.events, usual_share)), ddp=True)
+        return count_needed_bytes(dict(row, **reserved_bytes(held, counter.events, usual_share)), ddp=True)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -354,7 +354,7 @@ def _most(runner, model, run, buckets=0, usual_share=1) -> int | None:
             torch.cuda.empty_cache()
 
 
-def _states(wrapper) -> list[int]:
+def _list_state_bytes(wrapper) -> list[int]:
     """Return the bytes of each of the states that an optimizer will make in its first step."""
     optimizers = [one.optimizer for one in wrapper.values()] if hasattr(wrapper, 'values') else [wrapper.optimizer]
     sizes = []
@@ -367,19 +367,19 @@ def _states(wrapper) -> list[int]:
     return sizes
 
 
-def _memory(model):
+def _get_gpu_memory(model):
     device = next(model.parameters()).device
     return torch.cuda.get_device_properties(device).total_memory if device.type == 'cuda' else None
 
 
-def _advice(runner, budget, case):
+def _advise(runner, budget, batch_shape):
     """Return a sentence that names the variant that fits, by the planner's count."""
-    from .counts import rows_of  # noqa: PLC0415
-    from .planner import answer  # noqa: PLC0415
-    from .snippet import snippet, where_to  # noqa: PLC0415
+    from .counts import count_variants  # noqa: PLC0415
+    from .planner import choose_row  # noqa: PLC0415
+    from .snippet import format_heading, snippet  # noqa: PLC0415
 
     try:
-        best = answer(rows_of(runner.cfg, budget, case))
+        best = choose_row(count_variants(runner.cfg, budget, batch_shape))
     except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one
         return f'The planner failed ({type(error).__name__}: {error}).'
     if best is None:
@@ -387,4 +387,4 @@ def _advice(runner, budget, case):
     if best.variant == 'none':
         return 'According to the planner it should fit without changes: does another program use this GPU?'
     lines = snippet(runner.cfg, best.variant)
-    return f'According to the planner {best.variant} fits. {where_to(runner.cfg)}\n\n{lines}'
+    return f'According to the planner {best.variant} fits. {format_heading(runner.cfg)}\n\n{lines}'

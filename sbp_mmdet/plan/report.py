@@ -11,10 +11,10 @@ from ..report import thinned_line
 from ..surgery import model_hooks
 from .config_checks import add_config
 from .detector import build_detector
-from .errors import reason_of
+from .errors import describe_error
 from .variants import plain
 
-__all__ = ['add_report', 'changes_of']
+__all__ = ['add_report', 'list_changes']
 
 
 def add_report(verbs) -> None:
@@ -26,7 +26,7 @@ def add_report(verbs) -> None:
     verb.set_defaults(run=_report)
 
 
-def changes_of(config: Config, preset: str | None = None) -> list[tuple[str, Settings]]:
+def list_changes(config: Config, preset: str | None = None) -> list[tuple[str, Settings]]:
     """Return the changes that a config asks for.
 
     Args:
@@ -47,15 +47,15 @@ def changes_of(config: Config, preset: str | None = None) -> list[tuple[str, Set
     changes = [('', hook.settings) for hook in hooks if isinstance(hook, LeanHook)]
     if (cfg := (config.model.get('backbone') or {}).get('sbp_cfg')) is not None:
         changes.append(('backbone', Settings.parse(cfg)))
-    return changes or changes_of(config, 'exact')
+    return changes or list_changes(config, 'exact')
 
 
 def _report(args: argparse.Namespace, config: Config) -> None:
-    changes = changes_of(config, args.preset)
+    changes = list_changes(config, args.preset)
     try:
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
-        raise SystemExit(f'{args.config}: its model cannot be built here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: its model cannot be built here: {describe_error(error)}') from error
     for part, settings in changes:
         owner = model.get_submodule(part)
         report = apply_settings(owner, settings)

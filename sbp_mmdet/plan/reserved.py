@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from .caching_allocator import CachingAllocator, least_capacity, replay
 
-__all__ = ['pixels_of_usual', 'reserved_bytes', 'scaled']
+__all__ = ['find_usual_share', 'reserved_bytes', 'scale_events']
 
 # Smaller storages, such as boxes and losses, do not depend on the size of the images.
 _OF_MAPS = 64 * 2**10
 
 
-def scaled(
+def scale_events(
     events: Sequence[tuple[int, int]], share: float, fixed: frozenset[int] = frozenset()
 ) -> list[tuple[int, int]]:
     """Return the events of a step on smaller images, in which the storages of feature maps shrink with the images.
@@ -32,7 +32,7 @@ def scaled(
     ]
 
 
-def pixels_of_usual(usual: tuple[int, int] | None, height: int, width: int) -> float:
+def find_usual_share(usual: tuple[int, int] | None, height: int, width: int) -> float:
     """Return the number of pixels of the usual batch relative to the largest one.
 
     Args:
@@ -64,7 +64,7 @@ def reserved_bytes(
     """
     fixed = frozenset(held)
     shares = dict.fromkeys((usual_share, (1 + 2 * usual_share) / 3, (2 + usual_share) / 3, 1.0))
-    steps = [scaled(events, share, fixed) for share in shares] * 2
+    steps = [scale_events(events, share, fixed) for share in shares] * 2
     unlimited = replay(CachingAllocator(), held, steps)
     result = dict(reserved=unlimited.most_reserved, capacity=least_capacity(held, steps, unlimited=unlimited))
     return dict(result, expandable=least_capacity(held, steps, expandable=True)) if expandable else result

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from .config_checks import imports_of
-from .variants import PLAIN, PLAIN_RUN, STANDS_IN, is_lean, needs_mmpretrain, piece_change
+from .config_checks import list_imports
+from .variants import PLAIN, PLAIN_RUN, STANDS_IN, find_piece_changes, is_lean, needs_mmpretrain
 
-__all__ = ['snippet', 'where_to']
+__all__ = ['format_heading', 'snippet']
 
 _WIDTH = 120
 
@@ -26,13 +26,13 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
         are a config that inherits from it.
     """
     name, *pieces = variant.split('+')
-    change, backbone = piece_change(config, pieces), config.model.get('backbone') or {}
+    change, backbone = find_piece_changes(config, pieces), config.model.get('backbone') or {}
     style = _Style(config)
     hooks = [] if name == 'none' else [dict(type=style.kind('LeanHook'), preset=name)]
     hooks += [dict(hook, type=style.kind(hook['type'])) for hook in change['custom_hooks']]
     missing = needs_mmpretrain(config)
     lines = [*style.head]
-    imports = [one for one in imports_of(config) if not (missing and one.startswith('mmpretrain'))]
+    imports = [one for one in list_imports(config) if not (missing and one.startswith('mmpretrain'))]
     if hooks and style.lazy:
         lines.append(f'from sbp_mmdet.hooks import {", ".join(hook["type"].name for hook in hooks)}')
     elif hooks or missing:
@@ -57,7 +57,7 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     return '\n'.join(lines)
 
 
-def where_to(config: Config) -> str:
+def format_heading(config: Config) -> str:
     """Return a heading for the lines of :func:`snippet`, which says what to do with them."""
     return 'Train with this config:' if _Style(config).head else 'Add to the config:'
 

@@ -6,7 +6,7 @@ A table consists of columns, each with a heading and a function that formats a c
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ['Column', 'cells_of', 'format_gib', 'text_table']
+__all__ = ['Column', 'format_cells', 'format_gib', 'format_table']
 
 
 class Column(NamedTuple):
@@ -21,15 +21,15 @@ class Column(NamedTuple):
     cell: Callable[[dict], str | None]
 
 
-def text_table(columns: Sequence[Column], records: Iterable[dict]) -> str:
+def format_table(columns: Sequence[Column], records: Iterable[dict]) -> str:
     """Format a table for a terminal, with the first column aligned to the left and the others to the right."""
-    lines = cells_of(columns, records)
+    lines = format_cells(columns, records)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ([f'{first:<{widths[0]}}', *map(str.rjust, rest, widths[1:])] for first, *rest in lines)
     return '\n'.join('  '.join(row).rstrip() for row in rows)
 
 
-def cells_of(columns: Sequence[Column], records: Iterable[dict]) -> list[list[str]]:
+def format_cells(columns: Sequence[Column], records: Iterable[dict]) -> list[list[str]]:
     """Return the cells of a table line by line, the headings first."""
     lines = [[column.cell(record) or '' for column in columns] for record in records]
     return [[column.head for column in columns], *lines]

@@ -16,7 +16,7 @@ from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
 from ..surgery import hook_arguments, hook_class
-from .config_checks import check_config, imports_of
+from .config_checks import check_config, list_imports
 from .transforms import name_of
 
 __all__ = [
@@ -25,17 +25,17 @@ __all__ = [
     'PLAIN_RUN',
     'STANDS_IN',
     'NotApplicable',
-    'dropping_no_image',
-    'everything_checkpointed',
+    'checkpoint_everything',
+    'find_piece_changes',
+    'find_presets',
     'is_lean',
     'is_plain',
     'load_config',
     'needs_mmpretrain',
     'own_gradients',
-    'piece_change',
     'plain',
-    'presets_of',
     'with_variant',
+    'without_dropped_images',
 ]
 
 PIECES = {
@@ -87,7 +87,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
     try:
-        imports = imports_of(config)
+        imports = list_imports(config)
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
     for name in imports:
@@ -200,7 +200,7 @@ def own_gradients(config: Config) -> str | None:
     return 'exact'
 
 
-def dropping_no_image(config: Config) -> Config:
+def without_dropped_images(config: Config) -> Config:
     """Return a copy of a config with its own preset, whose steps drop no image by stochastic depth.
 
     Args:
@@ -221,7 +221,7 @@ def _lean(config):
     return [hook for hook in config.get('custom_hooks') or [] if is_lean(hook)]
 
 
-def presets_of(model: nn.Module) -> dict[str, str | None]:
+def find_presets(model: nn.Module) -> dict[str, str | None]:
     """Find the presets that apply to a model. The model is unchanged afterwards.
 
     Args:
@@ -258,7 +258,7 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
     """
     name, *pieces = variant.split('+')
     preset_named(name)
-    change, changed = piece_change(config, pieces), copy.deepcopy(config)
+    change, changed = find_piece_changes(config, pieces), copy.deepcopy(config)
     hooks = [] if name == 'none' else [dict(type='LeanHook', preset=name, **keys)]
     changed.custom_hooks = [*changed.get('custom_hooks', []), *hooks, *change['custom_hooks']]
     changed.optim_wrapper.optimizer.update(change['optimizer'])
@@ -266,7 +266,7 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
     return changed
 
 
-def everything_checkpointed(config: Config, blocks: bool = True) -> str:
+def checkpoint_everything(config: Config, blocks: bool = True) -> str:
     """Return the variant that checkpoints everything: blocks, transformer layers, neck and heads.
 
     Args:
@@ -277,7 +277,7 @@ def everything_checkpointed(config: Config, blocks: bool = True) -> str:
         str: ``'with_cp+targets'`` or ``'none+targets'``, followed by the pieces that apply to the model.
 
     Example:
-        >>> everything_checkpointed(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
+        >>> checkpoint_everything(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
         'with_cp+targets+cp-heads+cp-neck'
     """
     pieces = ['with_cp' if blocks else 'none', 'targets']
@@ -287,7 +287,7 @@ def everything_checkpointed(config: Config, blocks: bool = True) -> str:
     return '+'.join(pieces)
 
 
-def piece_change(config: Config, pieces: list[str]) -> dict:
+def find_piece_changes(config: Config, pieces: list[str]) -> dict:
     """Return the changes that pieces make to a config.
 
     Args:
@@ -317,8 +317,8 @@ def piece_change(config: Config, pieces: list[str]) -> dict:
             wrapper = dict(type='AmpOptimWrapper')
         elif piece == 'targets':
             hooks = [dict(type='TargetsInChunksHook')]
-        elif found := _modules_of(config.model, piece.removeprefix('cp-')):
-            modules += found
+        elif checkpointed := _modules_of(config.model, piece.removeprefix('cp-')):
+            modules += checkpointed
         else:
             raise NotApplicable(f'{piece}: the model has no such modules')
     hooks += [dict(type='CheckpointModulesHook', modules=modules)] if modules else []

@@ -15,14 +15,14 @@ from .batch import at_the_first_step
 from .config_checks import add_config
 from .detector import build_training
 from .device import check_device
-from .errors import reason_of
-from .inputs import add_inputs, inputs_of
+from .errors import describe_error
+from .inputs import add_inputs, find_training_inputs
 from .planner import parse_size
-from .report import changes_of
-from .tables import Column, text_table
+from .report import list_changes
+from .tables import Column, format_table
 from .variants import plain
 
-__all__ = ['add_verify', 'findings_of']
+__all__ = ['add_verify', 'verify_config']
 
 
 def add_verify(verbs) -> None:
@@ -37,7 +37,7 @@ def add_verify(verbs) -> None:
     verb.set_defaults(run=_verify)
 
 
-def findings_of(
+def verify_config(
     config: Config, settings: Settings, device: str, batch: int, height: int, width: int, channels: int = 3
 ) -> Findings:
     """Verify a config's model on a synthetic batch.
@@ -55,17 +55,17 @@ def findings_of(
         Findings: Results of the comparison.
     """
     with at_the_first_step():
-        case = dict(batch=batch, height=height, width=width, boxes=5, channels=channels, device=device)
-        model, wrapper, data = build_training(plain(config), trained=False, **case)
+        batch_shape = dict(batch=batch, height=height, width=width, boxes=5, channels=channels, device=device)
+        model, wrapper, data = build_training(plain(config), trained=False, **batch_shape)
         report = apply_settings(model, settings)
         run = lambda dry: dry.train_step(copy.deepcopy(data), NoUpdate(wrapper))  # noqa: E731
         return verify_changed(model, report, settings, run)
 
 
 def _verify(args: argparse.Namespace, config: Config) -> None:
-    inputs = inputs_of(config, args.batch, parse_size(args.size) if args.size else None)
+    inputs = find_training_inputs(config, args.batch, parse_size(args.size) if args.size else None)
     size = inputs.batch, inputs.height, inputs.width, inputs.channels
-    part, settings = changes_of(config, args.preset)[0]
+    part, settings = list_changes(config, args.preset)[0]
     if settings.preset.form is None:
         raise ValueError(
             f'{args.config}: its preset {settings.preset.name!r} leaves every operation as it is, so there is nothing '
@@ -73,11 +73,11 @@ def _verify(args: argparse.Namespace, config: Config) -> None:
         )
     settings = dataclasses.replace(settings, modules=(part,)) if part else settings
     try:
-        findings = findings_of(config, settings, args.device, *size)
+        findings = verify_config(config, settings, args.device, *size)
     except ValueError:  # of this package, in a line already
         raise
     except Exception as error:  # whatever a model's own code raises
-        raise SystemExit(f'{args.config}: its model cannot be verified here: {reason_of(error)}') from error
+        raise SystemExit(f'{args.config}: its model cannot be verified here: {describe_error(error)}') from error
     columns = [
         Column('kind', lambda row: row.name),
         Column('modules', lambda row: f'{len(row.modules)}'),
@@ -88,6 +88,6 @@ def _verify(args: argparse.Namespace, config: Config) -> None:
         Column('s', lambda row: f'{row.seconds:.2f}'),
         Column('', lambda row: row.disagrees or row.skipped or 'agrees'),
     ]
-    print(text_table(columns, findings.kinds), f'\n\n{findings}', sep='')
+    print(format_table(columns, findings.kinds), f'\n\n{findings}', sep='')
     if findings.failed or findings.skipped:
         raise SystemExit(1)

@@ -16,7 +16,7 @@ from .pipeline import Samples
 from .rare_sizes import expected_largest
 from .transforms import name_of
 
-__all__ = ['Batch', 'Batches', 'batches_of']
+__all__ = ['Batch', 'Batches', 'draw_batches']
 
 # Number of batches that are drawn. A training on COCO, 12 epochs of two images on each of eight GPUs, has 88,000.
 _DRAWS = 100_000
@@ -61,14 +61,14 @@ class Batches(NamedTuple):
         return max(self.largest.values(), key=lambda one: one.images * one.height * one.width)
 
 
-def batches_of(samples: Samples, config: Config, dataset, batch: int, processes: int = 1) -> Batches:
+def draw_batches(samples: Samples, config: Config, dataset, batch: int, processes: int = 1) -> Batches:
     """Draw batches as the config's sampler groups images, and return the largest, a rare and the usual one.
 
     The largest one is at least as large as the one that is expected once in the training, see :mod:`.rare_sizes`.
     Samplers that do not draw at random, and the user's own, are run.
 
     Args:
-        samples (Samples): Result of :func:`.pipeline.samples_of`.
+        samples (Samples): Result of :func:`.pipeline.sample_pipeline`.
         config (Config): Config of the detector.
         dataset: The train data set, of which the samples are.
         batch (int): Number of images of a batch.
@@ -81,8 +81,8 @@ def batches_of(samples: Samples, config: Config, dataset, batch: int, processes:
     drawn, every = [], []
     draws = max(1000, min(_DRAWS, _MOST_NUMBERS // (batch * len(samples.branches))))
     if (indices := index_batches(samples, config, dataset, batch, draws, processes)) is not None:
-        drawn.append(_of_indices(rng, samples, indices))
-        every += _of_indices_with_each(rng, samples, indices)
+        drawn.append(_draw_at(rng, samples, indices))
+        every += _draw_at_with_each(rng, samples, indices)
     else:
         groups = list(_groups(samples, config, batch))
         if (samples.sizes == samples.sizes[0]).all():
@@ -90,26 +90,26 @@ def batches_of(samples: Samples, config: Config, dataset, batch: int, processes:
         shares = np.array([samples.weight[np.concatenate([inside for inside, _ in group])].sum() for group in groups])
         for group, share in zip(groups, shares / shares.sum(), strict=True):
             drawn.append(_draw(rng, samples, group, math.ceil(draws * share)))
-            every += _with_each(rng, samples, group)
-            every += _rarest(samples, group, share * _batches_in_training(config, samples, batch, processes))
-        drawn += _mixed(rng, samples, config, batch, draws, processes)
+            every += _draw_with_each(rng, samples, group)
+            every += _expect_rarest(samples, group, share * _count_batches(config, samples, batch, processes))
+        drawn += _draw_mixed(rng, samples, config, batch, draws, processes)
     sizes = np.concatenate(drawn)
-    pixels = _pixels(sizes, config)
+    pixels = _count_pixels(sizes, config)
     order = pixels.argsort(kind='stable')
     all_sizes = np.concatenate([sizes, *every])
-    largest = all_sizes[_pixels(all_sizes, config).argmax()]
+    largest = all_sizes[_count_pixels(all_sizes, config).argmax()]
     batches = {}
     for i, (branch, (images, height, width)) in enumerate(zip(samples.branches, largest, strict=True)):
         if images:
-            size = _padded(int(height), int(width), config)
-            batches[branch] = Batch(int(images), *size, *_crowd(samples, i, int(images)))
-    rare, usual = (_of_main(sizes[order[int(share * (len(order) - 1))]], config) for share in (0.999, 0.5))
+            size = _resize_and_pad(int(height), int(width), config)
+            batches[branch] = Batch(int(images), *size, *_find_crowd(samples, i, int(images)))
+    rare, usual = (_size_of_main(sizes[order[int(share * (len(order) - 1))]], config) for share in (0.999, 0.5))
     return Batches(batches, rare, usual)
 
 
-def _of_main(batch, config):
+def _size_of_main(batch, config):
     _, height, width = max(batch.tolist(), key=math.prod)
-    return _padded(int(height), int(width), config, usual=True)
+    return _resize_and_pad(int(height), int(width), config, usual=True)
 
 
 def _groups(samples, config, batch):
@@ -129,9 +129,9 @@ def _groups(samples, config, batch):
     for parts in sources:
         for portrait in (False, True) if grouped else (None,):
             inside = [(mask if portrait is None else mask & (samples.portrait == portrait), n) for mask, n in parts]
-            found = [(np.flatnonzero(mask), number) for mask, number in inside if mask.any()]
-            if found:
-                yield found
+            parts_inside = [(np.flatnonzero(mask), number) for mask, number in inside if mask.any()]
+            if parts_inside:
+                yield parts_inside
 
 
 def _draw(rng, samples, parts, number, first=None):
@@ -149,20 +149,20 @@ def _draw(rng, samples, parts, number, first=None):
     return np.concatenate([images, sizes.max(1)], -1)
 
 
-def _with_each(rng, samples, parts):
+def _draw_with_each(rng, samples, parts):
     for i, (inside, _) in enumerate(parts):
         yield _draw(rng, samples, parts, len(inside) * _OF_EACH, (i, np.repeat(inside, _OF_EACH)))
 
 
-def _batches_in_training(config, samples, batch, processes):
-    """Return the number of batches of a training, on all GPUs."""
+def _count_batches(config, samples, batch, processes):
+    """Count the batches of a training, on all GPUs."""
     train = config.get('train_cfg') or {}
     if iterations := train.get('max_iters'):
         return iterations * processes
     return (train.get('max_epochs') or 1) * samples.total / batch
 
 
-def _rarest(samples, parts, batches):
+def _expect_rarest(samples, parts, batches):
     """Yield the batch that is expected once in so many batches, if its images are of one source and one branch."""
     (inside, images), *others = parts
     if others or images < 2 or len(samples.branches) > 1:
@@ -175,30 +175,33 @@ def _rarest(samples, parts, batches):
         yield np.array([[[images, *size]]])
 
 
-def _of_indices(rng, samples, indices):
+def _draw_at(rng, samples, indices):
     """Return batches of given images as :func:`_draw` does; of each image one of its samples is drawn."""
     begins = np.cumsum([0, *map(len, indices)])[:-1]
-    sizes = samples.sizes[_sample_of(rng, samples, np.concatenate(indices))]  # (images, branches, 2)
+    sizes = samples.sizes[_draw_samples(rng, samples, np.concatenate(indices))]  # (images, branches, 2)
     images = np.add.reduceat(sizes[..., :1] > 0, begins, dtype=int)
     return np.concatenate([images, np.maximum.reduceat(sizes, begins)], -1)
 
 
-def _of_indices_with_each(rng, samples, indices):
-    """Yield batches in which each sample stands for its image, in the first batches that have the image."""
+def _draw_at_with_each(rng, samples, indices):
+    """Yield batches of given images once more for each sample, which takes the place of its image.
+
+    An image that is in many batches is replaced in the first few of them.
+    """
     places = {}
     for number, batch in enumerate(indices):
         for place, image in enumerate(batch):
-            if len(found := places.setdefault(image, [])) < _OF_EACH:
-                found.append((number, place))
+            if len(known_places := places.setdefault(image, [])) < _OF_EACH:
+                known_places.append((number, place))
     for sample, image in enumerate(samples.images):
         for number, place in places.get(int(image), ()):
-            chosen = _sample_of(rng, samples, np.array(indices[number]))
+            chosen = _draw_samples(rng, samples, np.array(indices[number]))
             chosen[place] = sample
             sizes = samples.sizes[chosen]
             yield np.concatenate([(sizes[..., :1] > 0).sum(0), sizes.max(0)], -1)[None]
 
 
-def _sample_of(rng, samples, images):
+def _draw_samples(rng, samples, images):
     """Draw a sample of each image, or any sample for an image that has none."""
     order = np.argsort(samples.images, kind='stable')
     low, high = (np.searchsorted(samples.images[order], images, side) for side in ('left', 'right'))
@@ -206,7 +209,7 @@ def _sample_of(rng, samples, images):
     return order[rng.integers(np.where(known, low, 0), np.where(known, high, len(order)))]
 
 
-def _mixed(rng, samples, config, batch, draws, processes):
+def _draw_mixed(rng, samples, config, batch, draws, processes):
     """Yield batches of the images that remain of both orientations at the end of an epoch."""
     loader = config.get('train_dataloader') or {}
     of_batches = loader.get('batch_sampler') or {}
@@ -227,7 +230,7 @@ def _mixed(rng, samples, config, batch, draws, processes):
             yield _draw(rng, samples, [(portrait, high), (landscape, wide)], times)
 
 
-def _crowd(samples, branch, batch):
+def _find_crowd(samples, branch, batch):
     """Return the mean number of boxes of the most crowded images of a batch, and those boxes."""
     order = np.argsort(-samples.boxes[:, branch], kind='stable')
     _, first = np.unique(samples.images[order], return_index=True)  # each image once, as it is most crowded
@@ -243,13 +246,13 @@ def _preprocessor(config):
     return preprocessor.get('data_preprocessor') or preprocessor
 
 
-def _pixels(sizes, config):
+def _count_pixels(sizes, config):
     divisor = _preprocessor(config).get('pad_size_divisor') or 1
     images, height, width = np.moveaxis(sizes, -1, 0)
     return (images * (-(-height // divisor) * divisor) * (-(-width // divisor) * divisor)).sum(1)
 
 
-def _padded(height: int, width: int, config: Config, usual: bool = False) -> tuple[int, int]:
+def _resize_and_pad(height: int, width: int, config: Config, usual: bool = False) -> tuple[int, int]:
     """Return the size to which the preprocessor resizes or pads an image, before it pads it to a divisor."""
     for augment in _preprocessor(config).get('batch_augments') or []:
         if name_of(augment) == 'BatchFixedSizePad':

@@ -43,7 +43,7 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
 
     Args:
         x (Tensor): Shape (N, L, ...), of any strides.
-        index (Tensor | None): Shape (K,). If `None`, all positions, without a copy.
+        index (Tensor | None): Shape (K,). If ``None``, all positions, without a copy.
 
     Returns:
         Tensor: Shape (N, K, ...).

@@ -49,17 +49,17 @@ def thinned_layers(
     blocks = _check_blocks(blocks if config.blocks is None else config.blocks, depths)
     all_ratios = _ratio_per_block(config, blocks)
     ratios = iter(all_ratios)
-    found, latest = {}, None
+    layers, latest = {}, None
     for i, (number, depth) in enumerate(zip(blocks, depths, strict=True)):
         first = depth - number if from_end else 0
         in_stage = {(i, first + j): next(ratios) for j in range(number)}
         if config.downsample and 0 < i < len(depths) - 1:
             # The layer's output has the resolution of the stage that it leads into, so it takes the ratio of that
             # stage's first block; if that stage is exact, the ratio of the last thinned block before it.
-            found[i, 'downsample'] = next(iter(in_stage.values()), latest or all_ratios[0])
-        found |= in_stage
+            layers[i, 'downsample'] = next(iter(in_stage.values()), latest or all_ratios[0])
+        layers |= in_stage
         latest = [*in_stage.values()][-1] if in_stage else latest
-    return {key: ratio for key, ratio in found.items() if ratio != 1}
+    return {key: ratio for key, ratio in layers.items() if ratio != 1}
 
 
 def _ratio_per_block(config, blocks):

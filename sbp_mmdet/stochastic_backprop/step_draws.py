@@ -76,17 +76,20 @@ class ThinnedStages(NamedTuple):
         """Return the device of a layer's parameters, where its positions are needed."""
         return next(self.layers[key].parameters()).device
 
-    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """Return (height, width) of the feature maps of an image, from the first stage to the deepest thinned one.
+    def sizes(self, height: int, width: int, deepest: int) -> list[tuple[int, int]]:
+        """Return (height, width) of the feature maps of an image, from the first stage to a deeper one.
 
         Args:
             height (int): Height of the image in pixels.
             width (int): Width of the image in pixels.
+            deepest (int): Number of the last stage; stages count from 0.
         """
-        extra = int(self.rounds_up)
-        sizes = [tuple((n + extra * (self.stride - 1)) // self.stride for n in (height, width))]
-        for _ in range(max((key[0] for key in self.keep_ratios()), default=0)):
-            sizes.append(tuple((n + extra) // 2 for n in sizes[-1]))
+        extra = (self.stride - 1) * self.rounds_up
+        height, width = (height + extra) // self.stride, (width + extra) // self.stride
+        sizes = [(height, width)]
+        for _ in range(deepest):
+            height, width = (height + self.rounds_up) // 2, (width + self.rounds_up) // 2
+            sizes.append((height, width))
         return sizes
 
 
@@ -307,7 +310,7 @@ class StepDraws:
     def _size(self, layer, length, class_tokens):
         """Return the first size of this pass for which the layer's map has ``length`` positions."""
         for size in self._open.sizes:
-            height, width = self.stages.sizes(*size)[layer[0]]
+            height, width = self.stages.sizes(*size, layer[0])[-1]
             if height * width == length or (class_tokens and height * width < length):
                 return size
         if not self._open.sizes:
@@ -315,7 +318,7 @@ class StepDraws:
                 f'layer {layer} is thinned, but the size of the images is unknown, because the backbone got no tensor '
                 '(N, C, H, W); pass the images to it as an argument'
             )
-        height, width = self.stages.sizes(*self._open.sizes[0])[layer[0]]
+        height, width = self.stages.sizes(*self._open.sizes[0], layer[0])[-1]
         raise ValueError(
             f'layer {layer} has a map of {length} positions, but {height * width} were expected; correct how maps '
             f'shrink in its adapter (stride={self.stages.stride}, rounds_up={self.stages.rounds_up})'
@@ -344,7 +347,8 @@ class StepDraws:
     def _masks(self, ratio, ratios, size, device):
         """Draw the positions of each stage that has layers of this ratio."""
         settings, drawn = self.stages.settings, {}
-        masks = stage_masks(self.stages.sizes(*size), ratio, settings.sampler, self._open.generator())
+        sizes = self.stages.sizes(*size, max(key[0] for key in ratios))
+        masks = stage_masks(sizes, ratio, settings.sampler, self._open.generator())
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
             find = grid_positions if settings.sampler == 'grid' else positions
             drawn[stage] = find(masks[stage], device)

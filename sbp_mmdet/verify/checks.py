@@ -138,7 +138,7 @@ def verify_modules(
     except Exception as error:  # noqa: BLE001  whatever a model's own code raises when it is copied
         findings.skipped = f'{error}' if isinstance(error, CannotCopy) else f'{type(error).__name__}: {error}'
     device = next((p.device for p in model.parameters()), torch.device('cpu'))
-    if not _all_ranks([watch is not None], device, 'min')[0]:
+    if not _reduce_over_ranks([watch is not None], device, 'min')[0]:
         findings.skipped = findings.skipped or 'another process cannot copy the model'
         return findings
     try:
@@ -153,14 +153,14 @@ def verify_modules(
     findings.silent = [] if findings.skipped else [name for name in names if name not in ran]
     findings.synced = get_world_size() > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     watch.count()
-    failed = _all_ranks([name in findings.failed for name in names], device, 'max')
+    failed = _reduce_over_ranks([name in findings.failed for name in names], device, 'max')
     for name, bad in zip(names, failed, strict=True):
         if bad:
             findings.failed.setdefault(name, 'it failed in another process')
     return findings
 
 
-def _all_ranks(flags, device, op):
+def _reduce_over_ranks(flags, device, op):
     reduced = torch.tensor(flags, dtype=torch.int32, device=device)
     if reduced.numel():
         all_reduce(reduced, op)
@@ -225,15 +225,15 @@ class _Watch:
         bridged, module.__class__ = module.__class__, own
         if id(module) in self.names:
             mix_in(module, _Watched)
-            vars(module)['_watch'] = lambda *call: self._called(module, *call)
+            vars(module)['_watch'] = lambda *call: self._run_call(module, *call)
         self.classes[id(module)] = _Classes(lean, own, bridged, module.__class__, place)
 
-    def _called(self, module, forward, args, kwargs):
+    def _run_call(self, module, forward, args, kwargs):
         if torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        kind = self._kind(module, args, kwargs)
-        bridged = self._bridged(module)
-        keys = () if id(module) in self.inside else self._keys(kind, module)
+        kind = self._find_kind(module, args, kwargs)
+        bridged = self._find_bridged(module)
+        keys = () if id(module) in self.inside else self._list_counts(kind, module)
         if not bridged:
             self.around.append(module)
         try:
@@ -242,29 +242,29 @@ class _Watch:
             if not bridged:
                 self.around.pop()
         if keys:
-            self.calls.append((kind, keys, self._addresses((args, kwargs)), self._addresses(out)))
+            self.calls.append((kind, keys, self._list_storages((args, kwargs)), self._list_storages(out)))
         return out
 
-    def _keys(self, kind, module):
+    def _list_counts(self, kind, module):
         """Return the counts of saved bytes that a call belongs to: of 'now', 'before' and 'with_cp'.
 
         A module that runs its blocks itself is counted instead of them, except for 'with_cp', where each block is a
         checkpoint.
         """
         if self.around:
-            return ('with_cp',) if self._chained() and kind.checkpointed else ()
-        chains = self.classes[id(module)].lean.runs_blocks and len(self._blocks(module)) > 0
+            return ('with_cp',) if self._is_in_chain() and kind.checkpointed else ()
+        chains = self.classes[id(module)].lean.runs_blocks and len(self._find_blocks(module)) > 0
         return ('now', 'before') if chains else ('now', 'before', 'with_cp')
 
-    def _chained(self):
+    def _is_in_chain(self):
         """Return whether the module that runs now is a block of one that runs its blocks itself and counts for them."""
         return bool(self.around) and all(self.classes[id(outer)].lean.runs_blocks for outer in self.around)
 
-    def _kind(self, module, args, kwargs):
+    def _find_kind(self, module, args, kwargs):
         """Return the kind of a call. A new kind is compared first."""
         name, classes = self.names[id(module)], self.classes[id(module)]
         settings = settings_of(module, classes.place)
-        key = (name if self.every else '', classes.lean, settings, self._chained(), described((args, kwargs)))
+        key = (name if self.every else '', classes.lean, settings, self._is_in_chain(), described((args, kwargs)))
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = Kind(classes.own.__name__, checkpointed=classes.lean.checkpointed)
@@ -282,20 +282,20 @@ class _Watch:
         return kind
 
     def _compare(self, kind, module, args, kwargs):
-        place, bridged = self.classes[id(module)].place, self._bridged(module)
+        place, bridged = self.classes[id(module)].place, self._find_bridged(module)
 
-        def side(lean, change=lambda place: place):
-            return Side(module, lambda: self._as(module, lean, bridged, change))
+        def make_side(lean, change=lambda place: place):
+            return Side(module, lambda: self._switched(module, lean, bridged, change))
 
         part = first_part(args, kwargs)
 
-        def check(own, lean, only=lambda name: True, slack=0.0):
+        def compare_sides(own, lean, only=lambda name: True, slack=0.0):
             options = dict(devices=self.devices, slack=slack, only=only)
-            runs = self._on_part(part, own, lean, options) or compare(own, lean, args, kwargs, **options)
+            runs = self._compare_part(part, own, lean, options) or compare(own, lean, args, kwargs, **options)
             gradients = [{name: g for name, g in run.gradients.items() if only(name)} for run in runs]
             kind.gradients = max(kind.gradients, relative_difference(gradients[1], gradients[0]))
-            if part is not None and not self._chained():  # outputs and stored bytes are those of the whole
-                forward = (dataclasses.replace(side, backward=False) for side in (own, lean))
+            if part is not None and not self._is_in_chain():  # outputs and stored bytes are those of the whole
+                forward = (dataclasses.replace(one, backward=False) for one in (own, lean))
                 runs = compare(*forward, args, kwargs, devices=self.devices)
             kind.outputs = max(kind.outputs, relative_difference(runs[1].outputs, runs[0].outputs))
             return dict(before=runs[0].stored, now=runs[1].stored)
@@ -306,31 +306,40 @@ class _Watch:
             slack, maps = _EIGHT_BITS, [x for x in floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
             for x in sorted(maps, key=Tensor.numel)[-1:]:
                 check_eight_bits(x)
-        whole = side(True, lambda place: place._replace(draws=None, row_draws=None))
-        kind.stored = check(side(False), whole, slack=slack)
+        whole = make_side(True, lambda place: place._replace(draws=None, row_draws=None))
+        kind.stored = compare_sides(make_side(False), whole, slack=slack)
         if place.row_draws is not None:
             # Weight gradients are estimates; the operation was compared without a sample above.
-            sampled = side(True, lambda place: place._replace(draws=None))
-            kind.stored['now'] = check(side(False), sampled, lambda name: name.startswith('input '))['now']
+            sampled = make_side(True, lambda place: place._replace(draws=None))
+            kind.stored['now'] = compare_sides(make_side(False), sampled, lambda name: name.startswith('input '))['now']
         ratio = place.draws is not None and place.draws.ratio(place.layer)
         if ratio and ratio < 1 and form.implementation == 'fused':
-            thinned = side(True, with_fixed_draws)
-            own = side(True, lambda place: with_fixed_draws(as_reference(place)))
+            thinned = make_side(True, with_fixed_draws)
+            own = make_side(True, lambda place: with_fixed_draws(as_reference(place)))
             # Modules that draw their own tokens have no reference form; outputs are compared with their own code.
             tokens = isinstance(place.draws, TokenDraws)
-            kind.stored['now'] = check(side(False) if tokens else own, thinned, lambda name: not tokens, slack)['now']
+            kind.stored['now'] = compare_sides(
+                make_side(False) if tokens else own, thinned, lambda name: not tokens, slack
+            )['now']
         drops = any(getattr(part.drop, 'drop_prob', 0) for part in place.bound.parts.values())
         if isinstance(place.draws, StepDraws) and place.settings.skip_dropped_images and drops:
-            check(Side(module, lambda: self._dropping(module, bridged)), side(True, with_fixed_images), slack=slack)
+            compare_sides(
+                Side(module, lambda: self._with_dropped_images(module, bridged)),
+                make_side(True, with_fixed_images),
+                slack=slack,
+            )
 
     @contextlib.contextmanager
-    def _dropping(self, module, bridged):
-        with self._as(module, False, bridged, lambda place: place), dropped_images(self.classes[id(module)].place):
+    def _with_dropped_images(self, module, bridged):
+        with (
+            self._switched(module, False, bridged, lambda place: place),
+            dropped_images(self.classes[id(module)].place),
+        ):
             yield
 
     @staticmethod
-    def _on_part(part, own, lean, options):
-        """Compare on a part of the input; ``None`` if there is none, or the module's own code does not take it."""
+    def _compare_part(part, own, lean, options):
+        """Compare both sides on a part of the input; return ``None`` if there is none that the own code accepts."""
         try:
             return part and compare(own, lean, *part, **options)
         except Disagreement:
@@ -339,7 +348,7 @@ class _Watch:
             return None
 
     @contextlib.contextmanager
-    def _as(self, module, lean, bridged, change) -> Iterator[None]:
+    def _switched(self, module, lean, bridged, change) -> Iterator[None]:
         """Switch a module and the modules inside it to their changed or own forward passes, within the context."""
         inside = [(m, self.classes[id(m)]) for m in module.modules() if id(m) in self.classes]
         for m, classes in inside:
@@ -354,37 +363,37 @@ class _Watch:
             for m, classes in inside:
                 m.__class__, m._lean = classes.watched, classes.place
 
-    def _bridged(self, module):
+    def _find_bridged(self, module):
         """Return the changed modules inside a module with blocks, which are compared one by one to save memory."""
         kind = self.classes[id(module)].lean
-        if kind.thins_only or kind.runs_blocks or not self._blocks(module):
+        if kind.thins_only or kind.runs_blocks or not self._find_blocks(module):
             return set()
         return {id(m) for m in module.modules() if m is not module and id(m) in self.names}
 
-    def _blocks(self, module):
+    def _find_blocks(self, module):
         """Return the changed blocks inside of a module."""
         inside = [m for m in module.modules() if m is not module and id(m) in self.classes]
         return [m for m in inside if self.classes[id(m)].lean.checkpointed]
 
-    def _addresses(self, tree):
+    def _list_storages(self, tree):
         tensors = floating(tree)
         self.references += [StorageWeakRef(t.untyped_storage()) for t in tensors]  # keep addresses from being reused
         return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
 
     def count(self) -> None:
         """Sum up the bytes that the calls of all modules save. A feature map that two of them save counts once."""
-        seen = dict(now=set(), before=set(), with_cp=set())
+        counted = dict(now=set(), before=set(), with_cp=set())
         for kind, keys, inputs, outputs in self.calls:
             for key in keys:
-                known = seen[key]
+                counted_here = counted[key]
                 stored = kind.stored.get('before' if key == 'with_cp' else key)
                 if stored is None:
                     continue
-                found = [(inputs, stored.inputs), (outputs, stored.outputs)]
-                kept = [tensors[i] for tensors, which in found for i in which if i < len(tensors)]
+                counts = [(inputs, stored.inputs), (outputs, stored.outputs)]
+                saved = [tensors[i] for tensors, which in counts for i in which if i < len(tensors)]
                 inside = stored.inside
                 if key == 'with_cp' and kind.checkpointed:
-                    inside, kept = 0, inputs
-                new = dict(entry for entry in kept if entry[0] not in known)
-                known.update(new)
+                    inside, saved = 0, inputs
+                new = dict(entry for entry in saved if entry[0] not in counted_here)
+                counted_here.update(new)
                 kind.bytes[key] += inside + sum(new.values())

@@ -77,7 +77,9 @@ def _check_forward(name, module):
         return
     if isinstance(forward, functools.partial):
         return
-    raise CannotCopy(f'the forward pass of {name or "the model"} was replaced by a function')
+    raise CannotCopy(
+        f'the forward pass of {name or "the model"} was replaced by a function of the instance; define it in its class'
+    )
 
 
 def _is_compiled(forward):

@@ -51,7 +51,7 @@ def check_eight_bits(x: Tensor) -> None:
 
 
 def _unlike(x):
-    """Return a part of a map, with different magnitudes of images and channels and without equal values."""
+    """Return a part of a map, scaled so that images and channels differ in magnitude, and without equal values."""
     x = x[:2, : max(_NUMBERS // max(x[:2, 0].numel(), 1), 1)].detach().to(torch.float32)
     generator = torch.Generator(x.device).manual_seed(0)
     noise, sizes = (torch.randn(s, generator=generator, device=x.device) for s in (x.shape, (*x.shape[:2], 1, 1)))

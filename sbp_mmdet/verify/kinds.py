@@ -46,11 +46,11 @@ def described(tree) -> tuple:
         tree: Arguments of a module, nested.
     """
     leaves, structure = tree_flatten(tree)
-    found = []
+    descriptions = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             last = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-            found.append((leaf.shape, leaf.dtype, leaf.is_contiguous(), last))
+            descriptions.append((leaf.shape, leaf.dtype, leaf.is_contiguous(), last))
         else:
-            found.append(leaf if _is_plain(leaf) else type(leaf).__name__)
-    return (str(structure), tuple(found))
+            descriptions.append(leaf if _is_plain(leaf) else type(leaf).__name__)
+    return (str(structure), tuple(descriptions))

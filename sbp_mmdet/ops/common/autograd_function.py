@@ -32,9 +32,9 @@ __all__ = [
     'Form',
     'OnHost',
     'Operation',
+    'Sample',
     'apply_function',
     'differentiable_once',
-    'Sample',
     'gradients_of',
     'in_precision',
     'put_tensors_back',
@@ -252,9 +252,9 @@ class _Function(torch.autograd.Function):
                 output, saved = tensors.x.new_empty(1).expand_as(tensors.x), operation.save(settings, tensors, needs)
             else:
                 output, saved = operation.forward(settings, tensors, needs)
-        found = []
-        ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), found)
-        ctx.save_for_backward(*found)
+        tensors_saved = []
+        ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), tensors_saved)
+        ctx.save_for_backward(*tensors_saved)
         return output
 
     @staticmethod
@@ -276,9 +276,9 @@ def saved_tensors_of(ctx) -> tuple[Tensor, ...]:
     Args:
         ctx: Context of the node.
     """
-    found = ctx.saved_tensors
+    tensors = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
-    return found
+    return tensors
 
 
 def gradients_of(tensors: type, *others: str) -> type:
@@ -331,10 +331,10 @@ def put_tensors_back(structure: tuple[type, list], tensors: Iterator[Tensor]) ->
         tuple: The nested tuple.
     """
     kind, members = structure
-    found = members.copy()
+    restored = members.copy()
     for i, member in enumerate(members):
         if member is _SLOT:
-            found[i] = next(tensors)
+            restored[i] = next(tensors)
         elif type(member) is tuple:
-            found[i] = put_tensors_back(member, tensors)
-    return tuple.__new__(kind, found)
+            restored[i] = put_tensors_back(member, tensors)
+    return tuple.__new__(kind, restored)

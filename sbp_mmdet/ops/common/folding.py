@@ -63,11 +63,11 @@ class Incoming:
 
         Args:
             chunk (Chunk): The chunk.
-            index (Tensor | None): See :meth:`.Chunk.rows_of`. Default: None.
+            index (Tensor | None): See :meth:`.Chunk.take_rows`. Default: None.
         """
         part = self.grad[chunk.images, chunk.rows]
         if index is not None:
-            part = chunk.rows_of(self.grad, index).view(chunk.num_images, -1, self.grad.shape[2])
+            part = chunk.take_rows(self.grad, index).view(chunk.num_images, -1, self.grad.shape[2])
         self._add(part, chunk)
         as_it_is = part.is_contiguous() or not part.is_cuda  # a CPU's products read columns as fast as rows
         if self._by is None and part.dtype == self.dtype and as_it_is:

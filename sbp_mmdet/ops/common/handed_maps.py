@@ -23,7 +23,16 @@ from torch import Tensor
 
 from .uncompiled import uncompiled
 
-__all__ = ['Scope', 'code_seen', 'hand_on', 'handed_on', 'handed_on_by', 'is_made_here', 'made_here', 'scope_is_open']
+__all__ = [
+    'Scope',
+    'hand_on',
+    'handed_on',
+    'handed_on_by',
+    'is_made_here',
+    'made_here',
+    'scope_is_open',
+    'unchanged_code',
+]
 
 _thread = threading.local()  # attribute `scope`: the innermost scope that is open in this thread
 _TOP_HOOKS = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None)  # torch 2.8 and newer
@@ -49,7 +58,7 @@ class Scope:
     """Context manager within which layers of this thread hand on maps. An inner scope sees no maps of an outer one.
 
     Args:
-        code (Iterable[int]): Ids of code that was found unchanged, see :func:`code_seen`. Default: none.
+        code (Iterable[int]): Ids of code that was found unchanged, see :func:`unchanged_code`. Default: none.
 
     Example:
         >>> with Scope():
@@ -84,7 +93,7 @@ def scope_is_open() -> bool:
     return _scope() is not None
 
 
-def code_seen() -> set[int] | None:
+def unchanged_code() -> set[int] | None:
     """Return the ids of the code that was found unchanged within the open scope, or ``None`` if there is none."""
     scope = getattr(_thread, 'scope', None)
     return None if scope is None else scope.code
@@ -154,8 +163,8 @@ def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
     scope = _scope()
     outputs = [entry.output() for entry in scope.entries.values()] if scope is not None else ()
     made_by = {(id(y.grad_fn), y.output_nr): y for y in outputs if y is not None and y.grad_fn is not None}
-    found = (None if node is None else made_by.get((id(node), number)) for node, number in edges)
-    return [None if y is None else handed_on(y) for y in found]
+    outputs_of_edges = (None if node is None else made_by.get((id(node), number)) for node, number in edges)
+    return [None if y is None else handed_on(y) for y in outputs_of_edges]
 
 
 def made_here(y: Tensor) -> None:

@@ -348,12 +348,12 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
     rest = x.shape[1] - sum(filter(None, widths))
     if not any(widths) or widths.count(None) > 1 or 2 * rest > x.shape[1]:
         return None
-    found, start = [], 0
+    parts, start = [], 0
     for map, width in zip(maps, widths, strict=True):
         width = rest if map is None else width
-        found.append(keep(cast[:, start : start + width].clone(), storage) if map is None else map)
+        parts.append(keep(cast[:, start : start + width].clone(), storage) if map is None else map)
         start += width
-    return KeptCat(tuple(found))
+    return KeptCat(tuple(parts))
 
 
 def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:

@@ -12,6 +12,7 @@ __all__ = [
     'CHUNK',
     'Chunk',
     'add_rows_',
+    'as_rows',
     'chunks',
     'elements_at_a_time',
     'empty_tokens',
@@ -21,7 +22,6 @@ __all__ = [
     'layout_of',
     'memory_format',
     'put_together',
-    'rows_of',
     'tokens_of',
 ]
 
@@ -68,13 +68,13 @@ def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tokens.transpose(1, 2).view(tokens.shape[0], tokens.shape[2], *shape[2:])
 
 
-def rows_of(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return all positions of a feature map or of tokens as rows (N * L, C), a view where they are laid out so."""
     return x.reshape(-1, x.shape[2]) if x.dim() == 3 else x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 def from_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return contiguous rows as a feature map or tokens of this shape, as a view: the inverse of :func:`rows_of`."""
+    """Return contiguous rows as a feature map or tokens of this shape, as a view: the inverse of :func:`as_rows`."""
     if len(shape) == 3:
         return rows.view(shape)
     n, channels, height, width = shape
@@ -150,7 +150,7 @@ class Chunk(NamedTuple):
         """Number of images in the chunk."""
         return len(_range(self.images))
 
-    def rows_of(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+    def take_rows(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
 
         Args:
@@ -164,7 +164,7 @@ class Chunk(NamedTuple):
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
     def put_(self, x: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
-        """Write the chunk's rows to their places in ``x``; the arguments are those of :meth:`rows_of`."""
+        """Write the chunk's rows to their places in ``x``; the arguments are those of :meth:`take_rows`."""
         place = x[self.images, self.rows] if index is None else x[self.images]
         if index is None:
             place.copy_(rows.view(place.shape))

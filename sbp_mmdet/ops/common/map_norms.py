@@ -96,9 +96,9 @@ def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
         list[Factors | None]: Factors of each layer, ``None`` for layers without a fixed norm.
     """
     fixed = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
-    found = [None] * len(layers)
+    all_factors = [None] * len(layers)
     if not fixed:
-        return found
+        return all_factors
     given = [layers[i][1] for i in fixed]
     variances = _joined([t.running_var for t in given])
     epsilons = [layers[i][0].eps for i in fixed]
@@ -113,8 +113,8 @@ def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
         ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
         scale = rstd * _joined(ones)
     for i, *factors in zip(fixed, *_apart((scale.view(-1, 1, 1, 1), rstd), given), strict=True):
-        found[i] = Factors(*factors)
-    return found
+        all_factors[i] = Factors(*factors)
+    return all_factors
 
 
 def shifts_of_fixed(layers: Sequence[tuple], factors: Sequence[Factors | None]) -> list[Tensor | None]:
@@ -124,7 +124,7 @@ def shifts_of_fixed(layers: Sequence[tuple], factors: Sequence[Factors | None]) 
         layers (Sequence[tuple]): Settings and tensors of each layer.
         factors (Sequence[Factors | None]): What :func:`factors_of_fixed` returned for them.
     """
-    found = [None] * len(layers)
+    all_shifts = [None] * len(layers)
     fixed = [i for i, own in enumerate(factors) if own is not None]
     given = [layers[i][1] for i in fixed]
     before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
@@ -132,8 +132,8 @@ def shifts_of_fixed(layers: Sequence[tuple], factors: Sequence[Factors | None]) 
     shift = torch.addcmul(before, means, _joined([factors[i].column for i in fixed]).view(-1), value=-1)
     (shifts,) = _apart((shift,), given)
     for i, own in zip(fixed, shifts, strict=True):
-        found[i] = own
-    return found
+        all_shifts[i] = own
+    return all_shifts
 
 
 def _joined(tensors):
@@ -187,7 +187,7 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
         products = torch.addcmul(products, sums, centres, value=-1).mul_(_joined([f.factors.rstd for f in normed]))
         (products,) = _apart((products,), [layer.t for layer in normed])
         products = iter(products)
-    found = []
+    gradients = []
     for t, factors, needs, weight, _, sums, _ in layers:
         own = {}
         if needs.weight:
@@ -198,8 +198,8 @@ def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tenso
             own['norm_weight'] = cast(next(products), t.norm_weight.dtype)
         if needs.norm_bias:
             own['norm_bias'] = cast(sums, t.norm_bias.dtype)
-        found.append(own)
-    return found
+        gradients.append(own)
+    return gradients
 
 
 def _centre(layer):

@@ -77,11 +77,11 @@ def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         tensors (Sequence[Tensor]): Tensors on one device.
         dtype (torch.dtype): Their precision.
     """
-    found = [x if x.dtype is dtype else torch.empty_like(x, dtype=dtype) for x in tensors]
-    new = [pair for pair in zip(found, tensors, strict=True) if pair[0] is not pair[1]]
+    results = [x if x.dtype is dtype else torch.empty_like(x, dtype=dtype) for x in tensors]
+    new = [pair for pair in zip(results, tensors, strict=True) if pair[0] is not pair[1]]
     if new:
         torch._foreach_copy_(*map(list, zip(*new, strict=True)))
-    return found
+    return results
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
