@@ -194,16 +194,16 @@ def _backward_of_few(s, saved, grad, places, needs):
         patches.append(own.patches_of(saved.input.rows(*halo).load(s.dtype), halo.start, height, s.conv, size))
         shape = saved.shape[0], len(weight), strip.stop - strip.start, width
         positive.append(signs.at(shape, own.images, own.rows - strip.start, own.columns))
-    patches, positive, grad = torch.cat(patches).flatten(1), torch.cat(positive), places.of(grad)
+    patches, dropped, grad = torch.cat(patches).flatten(1), ~torch.cat(positive), places.of(grad)
     y = torch.addmm(bias, patches, weight.permute(0, 2, 3, 1).flatten(1).t())
-    y = y.clamp_min_(torch.finfo(y.dtype).tiny).mul_(positive)  # as in `SignBits.relu_`
+    y = y.clamp_min_(torch.finfo(y.dtype).tiny).masked_fill_(dropped, 0)  # as in `SignBits.relu_`
     full, found = accumulator(y), {}
     if needs.out_weight:
         found['out_weight'] = (grad.t() @ y).view_as(t.out_weight)
     if needs.out_bias:
         found['out_bias'] = grad.sum(0, dtype=full)
     if needs.x or needs.weight or needs.bias:
-        dy = (grad @ out_weight).mul_(positive)
+        dy = (grad @ out_weight).masked_fill_(dropped, 0)
         if needs.weight:
             found['weight'] = (dy.t() @ patches).view(len(weight), *size, -1).permute(0, 3, 1, 2)
         if needs.bias:
