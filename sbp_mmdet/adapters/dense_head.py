@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from ..ops.common.folding import bias_or_zeros
 from ..ops.common.precision import no_autocast
-from ..ops.common.row_strips import Convolution, StripSettings
-from ..ops.dense_head import DenseHeadTensors, dense_head
+from ..ops.common.row_strips import Convolution
+from ..ops.dense_head import DenseHeadSettings, DenseHeadTensors, dense_head
 from .base import LeanModule, adapter
 
 __all__ = ['LeanRPNHead']
@@ -41,9 +41,14 @@ class LeanRPNHead(LeanModule):
             out_bias = torch.cat([bias_or_zeros(conv.weight, conv.bias) for conv in outputs])
         bias = bias_or_zeros(hidden.weight, hidden.bias)
         tensors = DenseHeadTensors(x, hidden.weight, bias, out_weight, out_bias)
-        out = dense_head(StripSettings(self.form, geometry), tensors)
+        out = dense_head(DenseHeadSettings(self.form, geometry, sampled=self._sampled()), tensors)
         # Each output in memory of its own, so that later code may change it in place.
         return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
+
+    def _sampled(self):
+        """Return how many anchors of an image the loss reads, ``None`` if all of them."""
+        number = getattr(getattr(self, 'sampler', None), 'num', None)
+        return number if isinstance(number, int) else None
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:

@@ -4,8 +4,12 @@
 
 Backward, with the gradient g of the output: dW_out = g^T y, dy = g W_out where y > 0, and then dW and dx are those of
 the convolution. Every product needs some rows of the maps only, so they are computed strip by strip.
+
+The loss of a region proposal network reads a few sampled anchors, so g is zero nearly everywhere. Then y is recomputed
+at the positions with a gradient, and the products have no other rows: see :mod:`.common.sparse_gradient`.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -19,11 +23,37 @@ from .common.layouts import memory_format
 from .common.precision import Sum, accumulator
 from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
 from .common.sign_bits import SignBits
+from .common.sparse_gradient import Places, scatter_gradient
 
-__all__ = ['DenseHeadTensors', 'dense_head']
+__all__ = ['DenseHeadSettings', 'DenseHeadTensors', 'dense_head']
 
 aten = torch.ops.aten
 _POINTWISE = Convolution()
+# Largest share of positions with a gradient. Each of them costs more by itself than in a map: what it reads is copied,
+# its hidden values are recomputed, and up to nine positions of the input get a gradient from it.
+_LARGEST_SHARE = 1 / 4
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseHeadSettings(StripSettings):
+    """Settings of :func:`dense_head`.
+
+    Attributes:
+        sampled (int | None): Number of positions of an image that are expected to have a gradient at most. It decides
+            what is saved, and not what the gradients are. If ``None``, all may have one. Default: None.
+    """
+
+    sampled: int | None = None
+
+    def expects_few(self, height: int, width: int) -> bool:
+        """Return whether few positions of a map are expected to have a gradient.
+
+        Args:
+            height (int): Number of rows of the map.
+            width (int): Number of its columns.
+        """
+        few = self.sampled is not None and self.sampled <= _LARGEST_SHARE * height * width
+        return few and self.conv.groups == 1
 
 
 class DenseHeadTensors(NamedTuple):
@@ -67,15 +97,16 @@ class _Saved(NamedTuple):
     signs: tuple[SignBits, ...]
 
 
-def dense_head(settings: StripSettings, tensors: DenseHeadTensors) -> Tensor:
+def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor:
     """Compute ``conv1x1(relu(conv(x)))``.
 
     The backward pass runs in strips of rows, so apart from the gradient of ``x`` no map exists as a whole. The hidden
-    map is saved, as it is or in eight bits. With ``form.minimal``, only the input and the signs of the ReLU are saved,
-    one bit for each element, and the hidden map is recomputed strip by strip.
+    map is saved, as it is or in eight bits. With ``form.minimal``, or where few positions are expected to have a
+    gradient, only the input and the signs of the ReLU are saved, one bit for each element, and the hidden map is
+    recomputed: at these positions if they are as few as expected, else strip by strip.
 
     Args:
-        settings (StripSettings): Settings.
+        settings (DenseHeadSettings): Settings.
         tensors (DenseHeadTensors): Inputs.
 
     Returns:
@@ -87,7 +118,7 @@ def dense_head(settings: StripSettings, tensors: DenseHeadTensors) -> Tensor:
 def _forward(s, t, needs):
     x, height = t.x.to(s.dtype), t.x.shape[2]
     weight, bias, out_weight, out_bias = (p.to(s.dtype) for p in t[1:])
-    recomputes = s.form.minimal and any(needs)
+    recomputes = any(needs) and (s.form.minimal or s.expects_few(*x.shape[2:]))
     hidden, signs = None, []
     if not recomputes:
         y = F.relu_(s.conv.run(x, weight, bias, Strip(0, height), height))
@@ -115,6 +146,10 @@ def _backward(s, saved, grad, needs):
     t, height = saved.tensors, saved.shape[2]
     grad = grad.to(s.dtype)
     weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight))
+    if s.expects_few(*saved.shape[2:]) and saved.hidden is None:
+        places = Places.with_gradient(grad)
+        if len(places.rows) <= s.sampled * saved.shape[0]:
+            return _backward_of_few(s, saved, grad, places, needs)
     sums = {name: Sum(getattr(t, name)) for name in _Gradients._fields[1:]}
     inner = needs.x or needs.weight or needs.bias
     strips = _strips(t, saved.shape, grad.device)
@@ -146,6 +181,38 @@ def _backward(s, saved, grad, needs):
         del x, y, dy, part
     gradients = {name: total.value.to(getattr(t, name).dtype) for name, total in sums.items() if getattr(needs, name)}
     return _Gradients(**gradients, x=dx.to(saved.dtype) if needs.x else None)
+
+
+def _backward_of_few(s, saved, grad, places, needs):
+    """Compute the gradients where the output has one at few positions only."""
+    t, (_, _, height, width), size = saved.tensors, saved.shape, saved.tensors.weight.shape[2:]
+    weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight.flatten(1)))
+    strips = _strips(t, saved.shape, grad.device)
+    patches, positive = [], []
+    for strip, signs, own in zip(strips, saved.signs, places.in_strips(strips), strict=True):
+        halo = s.conv.reads(strip, height)
+        patches.append(own.patches_of(saved.input.rows(*halo).load(s.dtype), halo.start, height, s.conv, size))
+        shape = saved.shape[0], len(weight), strip.stop - strip.start, width
+        positive.append(signs.at(shape, own.images, own.rows - strip.start, own.columns))
+    patches, dropped, grad = torch.cat(patches).flatten(1), ~torch.cat(positive), places.of(grad)
+    y = torch.addmm(bias, patches, weight.permute(0, 2, 3, 1).flatten(1).t())
+    y = y.clamp_min_(torch.finfo(y.dtype).tiny).masked_fill_(dropped, 0)  # as in `SignBits.relu_`
+    full, found = accumulator(y), {}
+    if needs.out_weight:
+        found['out_weight'] = (grad.t() @ y).view_as(t.out_weight)
+    if needs.out_bias:
+        found['out_bias'] = grad.sum(0, dtype=full)
+    if needs.x or needs.weight or needs.bias:
+        dy = (grad @ out_weight).masked_fill_(dropped, 0)
+        if needs.weight:
+            found['weight'] = (dy.t() @ patches).view(len(weight), *size, -1).permute(0, 3, 1, 2)
+        if needs.bias:
+            found['bias'] = dy.sum(0, dtype=full)
+    found = {name: value.to(getattr(t, name).dtype) for name, value in found.items()}
+    if needs.x:
+        del patches
+        found['x'] = scatter_gradient(dy, places, weight, s.conv, saved.shape, saved.layout).to(saved.dtype)
+    return _Gradients(**found)
 
 
 _dense_head = Operation('DenseHead', _forward, _backward, _Gradients)

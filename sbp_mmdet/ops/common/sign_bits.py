@@ -67,6 +67,26 @@ class SignBits(NamedTuple):
         )  # a mask takes ten times longer
         return u
 
+    def at(self, shape: tuple[int, ...], images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return whether the elements at some positions are positive.
+
+        Args:
+            shape (tuple[int, ...]): Shape of the map, (N, C, H, W).
+            images (Tensor): Index of the image of each position, shape (K,).
+            rows (Tensor): Index of its row.
+            columns (Tensor): Index of its column.
+
+        Returns:
+            Tensor: Bools, shape (K, C).
+        """
+        _, c, h, w = shape
+        channels = torch.arange(c, device=rows.device)
+        if self.channels_last:
+            index = (((images * h + rows) * w + columns) * c)[:, None] + channels
+        else:
+            index = ((images * c)[:, None] + channels) * (h * w) + (rows * w + columns)[:, None]
+        return (self.packed[index // _BITS] >> (index % _BITS)).bitwise_and_(1).to(torch.bool)
+
 
 @functools.lru_cache(maxsize=8)
 def _bytes_of_bits(device):
