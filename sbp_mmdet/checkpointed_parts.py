@@ -51,8 +51,7 @@ class CheckpointedInChunks(CheckpointedPart):
             return super().forward(x)
         if not self.has_run:
             self.has_run = True
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return run_in_chunks(super(Checkpointed, self).forward, x, parameters)
+        return run_in_chunks(super(Checkpointed, self).forward, x, [self])
 
 
 _thread = threading.local()  # attribute `running`: the layer that runs in its checkpoint, and whether again

@@ -35,6 +35,8 @@ _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'S
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
 # Modules whose hooks only observe, so that feature maps are handed on in spite of them.
 _WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
+# torch saves the noise of this class before it draws it, and a checkpoint stops its recomputation in between.
+_NOT_RECOMPUTABLE = (nn.RReLU,)
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
 
 
@@ -229,4 +231,4 @@ def of_known_library(module: nn.Module) -> bool:
 
 
 def _is_of_known_library(kind):
-    return f'{kind.__module__}.'.startswith(_KNOWN) and not replaced_code(kind)
+    return f'{kind.__module__}.'.startswith(_KNOWN) and kind not in _NOT_RECOMPUTABLE and not replaced_code(kind)

@@ -164,14 +164,16 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _odd_parameter(module) -> str | None:
-    """Return a sentence about the first parameter of a special class, such as a quantised one, or ``None``."""
+    """Return a sentence about the first parameter of a special kind, such as a quantised one, or ``None``."""
     for name, tensor in tensors_in(module).items():
         kind = type(tensor)
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
             return f'its {name} is a {kind.__name__}'
-    return None
+    return next((f'its {name} is a buffer' for name in _PARAMETERS if name in module._buffers), None)
 
 
+# Names of parameters that operations read. A user may have registered a buffer instead, for example to freeze a layer.
+_PARAMETERS = 'weight', 'bias', 'gamma', 'beta', 'in_proj_weight', 'in_proj_bias'
 # Names of tensor classes that compute as plain tensors do: those of FSDP, which replaces them by plain tensors during a
 # forward pass, and that of the planner.
 PLAIN_TENSORS = {'DTensor', 'FlatParameter', 'FakeTensor'}
