@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ops.common.handed_maps import Scope
+from .ops.common.modes import runs_within_others
 from .ops.common.module_state import ModuleState, submodules
 from .surgery import Mixin, members, mix_in, mix_out
 
@@ -144,8 +145,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     Returns:
         The result of the method.
     """
-    # torch.utils.checkpoint refuses transforms such as torch.func.vjp.
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or runs_within_others():
         return forward(*args, **kwargs)
     # torch.utils.checkpoint saves tensors that are arguments, but not tensors inside of lists, so lists are flattened.
     leaves, structure = args, None
