@@ -6,6 +6,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from mmcv.cnn import ConvModule
+from mmdet.models.backbones.resnet import BasicBlock
+from mmdet.models.layers import CSPLayer
+from mmdet.models.necks import FPN
 from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
@@ -214,6 +218,39 @@ def test_transforms_of_functions_run_the_own_code(family, preset):
     for (name, g), grad in zip(actual.items(), expected, strict=True):
         grad = torch.zeros_like(g) if grad is None else grad
         assert (g - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
+class _Levels(nn.Module):
+    """Two maps of the image, of which a feature pyramid needs the coarser one for both of its levels."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        self.neck = FPN([8, 8], 4, 2)
+
+    def forward(self, x):
+        return self.neck((self.layers[0](x), self.layers[1](F.avg_pool2d(x, 2))))
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
+@pytest.mark.parametrize('layer', ['conv', 'norm', 'block', 'CSP'])
+def test_layers_whose_output_no_loss_uses_get_no_gradient(layer, preset):
+    layers = dict(
+        conv=nn.Conv2d(3, 8, 3, padding=1),
+        norm=nn.Sequential(ConvModule(3, 8, 3, padding=1, norm_cfg=dict(type='GN', num_groups=2))),
+        block=nn.Sequential(nn.Conv2d(3, 8, 1), BasicBlock(8, 8)),
+        CSP=nn.Sequential(nn.Conv2d(3, 8, 1), CSPLayer(8, 8, num_blocks=1)),
+    )
+    plain = _Levels(layers[layer]).double().train()
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, preset, verify=False)
+    found = []
+    for model in (lean, plain):
+        compute_loss(run_model(model, random_images())[1:]).backward()
+        found.append(get_gradients(model))
+    assert any(name.startswith('layers.1') for name in found[1])
+    assert not any(name.startswith('layers.0') for name in found[1])
+    assert found[0].keys() == found[1].keys()
 
 
 class Doubling(TorchFunctionMode):

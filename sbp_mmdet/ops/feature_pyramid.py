@@ -100,10 +100,7 @@ class _Pyramid(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, *grads):
         levels = put_tensors_back(ctx.structure, iter(ctx.saved_tensors))
-        given = next((grad for grad in grads if grad is not None), None)
-        if given is None:
-            return (None,) * (1 + sum(map(len, ctx.needs)))
-        with no_autocast(given):
+        with no_autocast(next(grad for grad in grads if grad is not None)):
             found = _backward(ctx.s, levels, grads, [*ctx.needs])
         return None, *found
 

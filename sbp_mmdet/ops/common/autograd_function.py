@@ -161,6 +161,10 @@ def differentiable_once(backward: Callable) -> Callable:
     is asked for tensors that the error does not lie in front of. Compilers skip the method, because a compiled training
     step calls ``backward`` too.
 
+    Where no output has a gradient, for example because no loss uses the map, there are no gradients, as in torch's own
+    operations. The forward pass has to call ``ctx.set_materialize_grads(False)`` for that; zeros in their place would
+    let an optimizer decay weights that have no part in the loss.
+
     Args:
         backward (Callable): Static method of a ``torch.autograd.Function``.
 
@@ -170,6 +174,8 @@ def differentiable_once(backward: Callable) -> Callable:
 
     @uncompiled
     def run(ctx, *grads):
+        if all([grad is None for grad in grads]):
+            return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
@@ -289,6 +295,7 @@ class _Function(torch.autograd.Function):
         found = []
         ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), found)
         ctx.save_for_backward(*found)
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
