@@ -20,6 +20,7 @@ from .adapters.resnet_chain import may_chain
 from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form, without_output
+from .ops.common.modes import runs_within_others
 from .ops.roi_chunks import run_in_chunks
 from .passes import is_known_inside, of_known_library
 from .surgery import Mixin, detectors, stock_class
@@ -47,12 +48,12 @@ class CheckpointedInChunks(CheckpointedPart):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the head on maps of RoIs, shape (number of RoIs, C, H, W)."""
-        if not (torch.is_grad_enabled() and self.checkpoints_now() and runs_in_chunks(self, x)):
+        chunked = torch.is_grad_enabled() and self.checkpoints_now() and not runs_within_others()
+        if not (chunked and runs_in_chunks(self, x)):
             return super().forward(x)
         if not self.has_run:
             self.has_run = True
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return run_in_chunks(super(Checkpointed, self).forward, x, parameters)
+        return run_in_chunks(super(Checkpointed, self).forward, x, [self])
 
 
 _thread = threading.local()  # attribute `running`: the layer that runs in its checkpoint, and whether again

@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ops.common.handed_maps import Scope
+from .ops.common.modes import runs_within_others
+from .ops.common.module_state import ModuleState, submodules
 from .surgery import Mixin, members, mix_in, mix_out
 
 __all__ = [
@@ -47,14 +49,8 @@ class _Buffer:
 
 
 def _buffers(module: nn.Module) -> list[_Buffer]:
-    modules = {module: None}  # nn.Module.modules makes a generator for each level
-    left = [module]
-    for part in left:
-        new = [child for child in part._modules.values() if child is not None and child not in modules]
-        modules.update(dict.fromkeys(new))
-        left += new
-    places = ((part, name) for part in modules for name, tensor in part._buffers.items() if tensor is not None)
-    return [_Buffer(*place) for place in places]
+    parts = submodules([module])
+    return [_Buffer(part, name) for part in parts for name, tensor in part._buffers.items() if tensor is not None]
 
 
 @contextlib.contextmanager
@@ -138,7 +134,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     """Run a method of a module that saves its inputs only, and is recomputed in the backward pass.
 
     The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
-    them as the first run left them.
+    them as the first run left them. Parameters, mode and settings of the modules are those of the first run, too.
 
     Args:
         module (nn.Module): The module.
@@ -149,27 +145,27 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     Returns:
         The result of the method.
     """
-    # torch.utils.checkpoint refuses transforms such as torch.func.vjp.
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or runs_within_others():
         return forward(*args, **kwargs)
     # torch.utils.checkpoint saves tensors that are arguments, but not tensors inside of lists, so lists are flattened.
     leaves, structure = args, None
     if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
         leaves, structure = tree_flatten((args, kwargs))
-    started = None
+    started = state = None
 
     def run(*leaves):
-        nonlocal started
+        nonlocal started, state
         args, kwargs = (leaves, {}) if structure is None else tree_unflatten(leaves, structure)
         if started is not None:
-            with keep_buffers(module, started), Scope():  # a scope of its own, in which no outer maps are handed on
+            # A scope of its own, in which no outer maps are handed on.
+            with state.restored(), keep_buffers(module, started), Scope():
                 return forward(*args, **kwargs)
         buffers = [buffer for buffer in _buffers(module) if type(buffer.module) not in _NORMS]
         for buffer in buffers:
             buffer.value = buffer.tensor.detach().clone()
         with Scope():  # maps that outer layers hand on would not be found by the recomputation
             out = forward(*args, **kwargs)
-        started = [buffer for buffer in buffers if buffer.changed]
+        started, state = [buffer for buffer in buffers if buffer.changed], ModuleState([module])
         return out
 
     return cp.checkpoint(run, *leaves, use_reentrant=False)

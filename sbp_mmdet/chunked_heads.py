@@ -52,4 +52,6 @@ def runs_in_chunks(head: nn.Module, x: Tensor) -> bool:
     """
     norms = (m for m in head.modules() if isinstance(m, _BatchNorm))
     apart = not any(norm.training or norm.running_mean is None for norm in norms)
-    return len(x) > ROIS and apart and computes_rois_one_by_one(head)  # the head's layers may have been replaced
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in head.modules() if m is not head)  # by FSDP
+    # The head's layers may have been replaced.
+    return len(x) > ROIS and apart and not hooked and computes_rois_one_by_one(head)

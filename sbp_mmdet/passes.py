@@ -36,6 +36,8 @@ _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'S
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
 # Modules whose hooks only observe, so that feature maps are handed on in spite of them.
 _WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
+# torch saves the noise of this class before it draws it, and a checkpoint stops its recomputation in between.
+_NOT_RECOMPUTABLE = (nn.RReLU,)
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not
 
 
@@ -195,7 +197,7 @@ def is_known_inside(root: nn.Module) -> bool:
         root._inside = None
         inside = [m for m in root.modules() if m is not root]
         kinds = {*map(stock_class, {*map(type, inside)})}
-        if not all([_has_known_name(kind) for kind in kinds]) or _any_touched(inside, map(vars, inside)):
+        if not all([_is_recomputable(kind) for kind in kinds]) or _any_touched(inside, map(vars, inside)):
             return False
         code = {id(code): code for code in map(library_code, kinds)}
         if any([one.replaced for one in code.values()]):
@@ -237,9 +239,9 @@ def of_known_library(module: nn.Module) -> bool:
         module (nn.Module): The module.
     """
     kind = stock_class(type(module))
-    return _has_known_name(kind) and not replaced_code(kind)
+    return _is_recomputable(kind) and not replaced_code(kind)
 
 
 @functools.cache
-def _has_known_name(kind):
-    return f'{kind.__module__}.'.startswith(_KNOWN)
+def _is_recomputable(kind):
+    return f'{kind.__module__}.'.startswith(_KNOWN) and kind not in _NOT_RECOMPUTABLE

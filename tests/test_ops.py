@@ -248,7 +248,7 @@ def test_graph(name):
     with pytest.raises(RuntimeError, match='second time'):
         out.backward(output_gradient(out))
     (grad,) = torch.autograd.grad(f(**leaves).square().sum(), leaves['x'], create_graph=True)
-    with pytest.raises(RuntimeError, match='twice.*once_differentiable'):
+    with pytest.raises(RuntimeError, match='differentiate twice'):
         grad.sum().backward()
 
 

@@ -118,8 +118,8 @@ def test_outputs_that_nobody_uses(preset):
         sum(out.sin().sum() for out in last(model)(inputs)).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         found[-1] |= {i: x.grad for i, x in enumerate(inputs) if x.grad is not None}
-    found[0] = {name: g for name, g in found[0].items() if name in found[1] or g.any()}
-    found[1] = {name: found[1][name] for name in found[0]}
+    # The head's two outputs are one operation, so the unused one gets a gradient of zero; an unused level gets none.
+    found[0] = {name: g for name, g in found[0].items() if 'rpn_cls' not in str(name) or g.any()}
     assert largest_difference(*found) < 1e-11
 
 

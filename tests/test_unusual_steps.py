@@ -5,9 +5,16 @@ import io
 
 import pytest
 import torch
+import torch.nn.functional as F
+from mmcv.cnn import ConvModule
+from mmdet.models.backbones.resnet import BasicBlock
+from mmdet.models.layers import CSPLayer
+from mmdet.models.necks import FPN
 from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from unusual_models import LoRA, random_images
 
@@ -213,6 +220,77 @@ def test_transforms_of_functions_run_the_own_code(family, preset):
         assert (g - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
 
 
+class _Levels(nn.Module):
+    """Two maps of the image, of which a feature pyramid needs the coarser one for both of its levels."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        self.neck = FPN([8, 8], 4, 2)
+
+    def forward(self, x):
+        return self.neck((self.layers[0](x), self.layers[1](F.avg_pool2d(x, 2))))
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
+@pytest.mark.parametrize('layer', ['conv', 'norm', 'block', 'CSP'])
+def test_layers_whose_output_no_loss_uses_get_no_gradient(layer, preset):
+    layers = dict(
+        conv=nn.Conv2d(3, 8, 3, padding=1),
+        norm=nn.Sequential(ConvModule(3, 8, 3, padding=1, norm_cfg=dict(type='GN', num_groups=2))),
+        block=nn.Sequential(nn.Conv2d(3, 8, 1), BasicBlock(8, 8)),
+        CSP=nn.Sequential(nn.Conv2d(3, 8, 1), CSPLayer(8, 8, num_blocks=1)),
+    )
+    plain = _Levels(layers[layer]).double().train()
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, preset, verify=False)
+    found = []
+    for model in (lean, plain):
+        compute_loss(run_model(model, random_images())[1:]).backward()
+        found.append(get_gradients(model))
+    assert any(name.startswith('layers.1') for name in found[1])
+    assert not any(name.startswith('layers.0') for name in found[1])
+    assert found[0].keys() == found[1].keys()
+
+
+class Doubling(TorchFunctionMode):
+    """Mode that doubles the output of functions of modules."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function in (F.gelu, F.relu, F.layer_norm, F.linear, F.batch_norm, torch.conv2d) else out
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_modes_of_functions(family, preset):
+    lean = FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    apply_lean(lean, preset, verify=False)
+    found = []
+    for model in (lean, plain):
+        with Doubling():
+            loss = compute_loss(run_model(model, random_images()))
+        loss.backward()
+        found.append(get_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert (found[0][name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ConvModule', 'ResNet', 'pyramid'])
+def test_forward_mode_differentiation(family):
+    lean = FAMILIES[family]()
+    plain, found = copy.deepcopy(lean), []
+    apply_lean(lean, 'exact_min', verify=False)
+    for model in (lean, plain):
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(random_images(), random_images().flip(3))
+            found.append([forward_ad.unpack_dual(out).tangent for out in run_model(model, x)])
+    for actual, expected in zip(*found, strict=True):
+        assert (actual - expected).norm() <= 1e-9 * expected.norm()
+
+
 @pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvNeXt'])
 def test_changed_back_and_forth(family):
     lean = FAMILIES[family]()
@@ -235,3 +313,8 @@ def test_a_second_derivative_is_an_error(family):
     (grad,) = torch.autograd.grad(compute_loss(run_model(lean, x)), [x], create_graph=True)
     with pytest.raises(RuntimeError, match='twice'):
         (grad.square().sum() + compute_loss(run_model(lean, x))).backward()
+    loss, parameters = compute_loss(run_model(lean, x)), [p for p in lean.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+    for wanted in (parameters, parameters[:1], [x]):  # these are also reached past the operation that raises the error
+        with pytest.raises(RuntimeError, match='twice'):
+            torch.autograd.grad(loss + sum(g.square().sum() for g in grads), wanted, retain_graph=True)

@@ -123,6 +123,12 @@ def own_helper(module):
     module._forward = lambda x: CALLS.append('own') or 1.5 * helper(x)
 
 
+def buffer_as_weight(module):
+    """Freeze a weight by registering it as a buffer."""
+    weight = module._parameters.pop('weight')
+    module.register_buffer('weight', weight.detach().clone())
+
+
 def wrapped_weight(module):
     """Replace a weight by a parameter of another class, as quantisation does."""
 
@@ -338,5 +344,7 @@ BEFORE = {
         'blocks.2.act',
     ),
     'a parameter of another class': ('ViT', apply_to('blocks.0.attn.proj', wrapped_weight), 'blocks.0.attn.proj'),
+    'a buffer as weight': ('ResNet', apply_to('layer2.1.conv2', buffer_as_weight), 'layer2.1.conv2'),
+    'a buffer as weight of a norm': ('Swin', apply_to(f'{BLOCK}.norm1', buffer_as_weight), f'{BLOCK}.norm1'),
     'dropout in an FFN': ('Swin', replace_module(f'{BLOCK}.ffn.layers.2', lambda m: nn.Dropout(0.0)), ''),
 }

@@ -23,6 +23,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
+from ..ops.common.modes import runs_within_others
 from ..ops.common.precision import accumulator
 from ..ops.common.stochastic_depth import drawn_factor, on_images
 from ..ops.common.uncompiled import uncompiled
@@ -167,8 +168,7 @@ class LeanModule(Mixin):
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
         bound = self._lean.bound
-        # Transforms such as torch.func.vjp refuse operations with a backward pass of their own.
-        if bound.reference or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if bound.reference or not torch.is_grad_enabled() or runs_within_others():
             return False
         if not self.training:
             frozen = self.folds_frozen_norms and not any(p.requires_grad for p in self.parameters())

@@ -36,8 +36,7 @@ class LeanMaskHead(LeanModule):
             x = conv(x)
         if len(x) <= ROIS:
             return self._masks(x)
-        parameters = (*self.upsample.parameters(), *self.conv_logits.parameters())
-        return run_in_chunks(self._masks, x, [p for p in parameters if p.requires_grad])
+        return run_in_chunks(self._masks, x, [self.upsample, self.relu, self.conv_logits])
 
     def _masks(self, x):
         return self.conv_logits(self.relu(self.upsample(x)))

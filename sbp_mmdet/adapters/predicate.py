@@ -226,9 +226,11 @@ def _odd_parameter(module) -> str | None:
             continue
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
             return f'its {name} is a {kind.__name__}'
-    return None
+    return next((f'its {name} is a buffer' for name in _PARAMETERS if name in module._buffers), None)
 
 
+# Names of parameters that operations read. A user may have registered a buffer instead, for example to freeze a layer.
+_PARAMETERS = 'weight', 'bias', 'gamma', 'beta', 'in_proj_weight', 'in_proj_bias'
 # Names of tensor classes that compute as plain tensors do: those of FSDP, which replaces them by plain tensors during a
 # forward pass, and that of the planner.
 PLAIN_TENSORS = {'DTensor', 'FlatParameter', 'FakeTensor'}

@@ -102,6 +102,7 @@ class _Node(torch.autograd.Function):
         ctx.settings, ctx.dtype, ctx.shape = settings, leaves[0].dtype, leaves[0].shape
         ctx.structure = take_tensors_out(run.saved, tensors_saved)
         ctx.save_for_backward(*tensors_saved, *leaves[1:3], *run.flat(tensors))
+        ctx.set_materialize_grads(False)
         return y
 
     @staticmethod

@@ -104,7 +104,7 @@ class _Pyramid(torch.autograd.Function):
         if given is None:
             return (None,) * (1 + sum(map(len, ctx.needs)))
         with no_autocast(given):
-            gradients = _backward(ctx.s, levels, grads, ctx.needs)
+            gradients = _backward(ctx.s, levels, grads, [*ctx.needs])
         return None, *gradients
 
 
@@ -163,6 +163,8 @@ def _backward(s, levels, grads, needs):
         if grad is not None:
             _output_backward(s, level, t, coarse[i], grad.to(s.dtype), incoming, needs[i], sums)
         dx = _lateral_backward(s, level, t, incoming, needs[i], sums)
+        if grad is None:  # as in plain autograd: with a gradient of zero, an optimizer would decay these weights
+            needs[i] = needs[i]._replace(out_weight=False, out_bias=False)
         parameters = zip(LevelTensors._fields[1:], needs[i][1:], level.parameters[1:], strict=True)
         gradients += [dx, *(sums[name].value.to(p.dtype) if need else None for name, need, p in parameters)]
         coarse[i] = None

@@ -42,6 +42,7 @@ class _InputGradient(torch.autograd.Function):
     def forward(ctx, x, weight, bias, dtype):
         ctx.save_for_backward(weight)
         ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
         with no_autocast(x):
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
@@ -61,6 +62,7 @@ class _WeightGradient(torch.autograd.Function):
         needed = ctx.needs_input_grad[2]
         ctx.save_for_backward(x.to(dtype) if needed else None)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
         ctx.mark_dirty(y)  # it stays as it is, and others may work on it in place, which a view would forbid
         return y
 

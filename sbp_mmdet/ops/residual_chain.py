@@ -130,6 +130,7 @@ class _Chain(torch.autograd.Function):
         ctx.blocks, ctx.dtype, ctx.needs = blocks, x.dtype, []
         for pair in zip(blocks, tensors, strict=True):
             ctx.needs.append([[next(needs) for _ in PARAMETERS] for _ in pairs_of(*pair)])
+        ctx.set_materialize_grads(False)
         ctx.first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in ctx.needs].index(True)
         with no_autocast(x):
             y, source, saved = _run(blocks, tensors, x, ctx.first)

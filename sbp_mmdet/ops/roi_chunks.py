@@ -1,12 +1,14 @@
 """Layers that run on maps of RoIs in chunks, save only their input, and are recomputed chunk by chunk."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .common.autograd_function import apply_function, differentiable_once
 from .common.handed_maps import Scope
+from .common.module_state import ModuleState, replaced, submodules
 from .common.precision import Sum, accumulator, autocast_dtype
 
 __all__ = ['ROIS', 'run_in_chunks']
@@ -14,30 +16,74 @@ __all__ = ['ROIS', 'run_in_chunks']
 ROIS = 64  # number of RoIs in a chunk: enough to keep a GPU busy, in little memory
 
 
-def run_in_chunks(forward: Callable, x: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor | tuple[Tensor, ...]:
+def run_in_chunks(forward: Callable, x: Tensor, modules: Sequence[nn.Module]) -> Tensor | tuple[Tensor, ...]:
     """Run layers that save only their input, and recompute them in the backward pass, a chunk of RoIs at a time.
 
     Args:
         forward (Callable): Forward pass of the layers, which returns a map, or a tuple of maps. It computes each RoI
             independently of the others.
         x (Tensor): Maps of the RoIs, shape (number of RoIs, C, H, W).
-        parameters (Sequence[nn.Parameter]): Parameters that need gradients.
+        modules (Sequence[nn.Module]): Modules that it runs.
 
     Returns:
         Tensor | tuple[Tensor, ...]: Result of the forward pass for all RoIs.
 
     Example:
-        >>> masks = run_in_chunks(head, x, [*head.parameters()])
+        >>> masks = run_in_chunks(head, x, [head])
     """
-    outputs = apply_function(_InChunks, forward, x, *parameters)
+    places = [
+        (mapping, name)
+        for module in submodules(modules)
+        for mapping in (module._parameters, vars(module))  # in the latter, for example, FSDP's views of parameters
+        for name, tensor in mapping.items()
+        if isinstance(tensor, Tensor) and tensor.requires_grad
+    ]
+    trained = {id(mapping[name]): mapping[name] for mapping, name in places}
+    layers = _Layers(forward, modules, places, [*trained])
+    outputs = apply_function(_InChunks, layers, x, *trained.values())
     return outputs[0] if len(outputs) == 1 else outputs
+
+
+class _Layers:
+    """Layers with the parameters that they have in a forward pass.
+
+    Args:
+        forward (Callable): See :func:`run_in_chunks`.
+        modules (Sequence[nn.Module]): See :func:`run_in_chunks`.
+        places (Sequence[tuple[dict, str]]): Where the modules hold trained tensors, some perhaps in several places.
+        trained (Sequence[int]): The trained tensors by their ids.
+    """
+
+    def __init__(self, forward, modules, places, trained):
+        self.forward, self._modules, self._places = forward, modules, places
+        self._indices = [trained.index(id(mapping[name])) for mapping, name in places]
+        self._state = None
+
+    def remember_state(self):
+        """Remember the state of the modules, after a forward pass."""
+        self._state = ModuleState(self._modules)
+
+    @contextlib.contextmanager
+    def with_leaves(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Let the modules have their state again, with copies of the trained tensors.
+
+        The copies share memory with the tensors. Gradients of the tensors themselves would run the hooks on parameters
+        for each chunk.
+
+        Args:
+            tensors (Sequence[Tensor]): The trained tensors.
+        """
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        leaves = [nn.Parameter(x) if isinstance(t, nn.Parameter) else x for t, x in zip(tensors, leaves, strict=True)]
+        with self._state.restored(), replaced(self._places, [leaves[i] for i in self._indices]):
+            yield leaves
 
 
 class _InChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, forward: Callable, x: Tensor, *parameters: Tensor):
-        ctx.run, ctx.dtype = forward, autocast_dtype(x)
-        ctx.save_for_backward(x, *parameters)
+    def forward(ctx, layers: _Layers, x: Tensor, *trained: Tensor):
+        ctx.layers, ctx.dtype = layers, autocast_dtype(x)
+        ctx.save_for_backward(x, *trained)
         outs = None
         for start in range(0, len(x), ROIS):
             outputs = _run(ctx, x[start : start + ROIS])
@@ -45,36 +91,44 @@ class _InChunks(torch.autograd.Function):
             for out, part in zip(outs, outputs, strict=True):
                 out[start : start + ROIS].copy_(part)
             del outputs
+        layers.remember_state()
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *grads):
-        x, *parameters = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[1]
-        dx = torch.empty_like(x) if needs_x else None
-        sums = [Sum(p) for p in parameters]
-        for start in range(0, len(x), ROIS):
-            chunk = slice(start, start + ROIS)
-            with torch.enable_grad():
-                part = x[chunk].detach().requires_grad_(needs_x)
-                outs = _run(ctx, part)
-            given = [None if grad is None else grad[chunk] for grad in grads]
-            outs, given = zip(*((o, g) for o, g in zip(outs, given, strict=True) if g is not None), strict=True)
-            wanted = [part, *parameters] if needs_x else parameters
-            gradients = torch.autograd.grad(outs, wanted, given, allow_unused=True)
-            del outs, given
-            if needs_x:
-                dpart, *gradients = gradients
-                dx[chunk] = 0 if dpart is None else dpart
-            for total, gradient in zip(sums, gradients, strict=True):
-                if gradient is not None:
-                    total.add(gradient.to(accumulator(gradient)))
-            del gradients, part
-        pairs = zip(sums, parameters, strict=True)
-        gradients = [None if total.empty else total.value.to(p.dtype) for total, p in pairs]
+        x, *trained = ctx.saved_tensors
+        with ctx.layers.with_leaves(trained) as leaves:
+            dx, sums = _backward(ctx, x, leaves, grads)
+        pairs = zip(sums, trained, strict=True)
+        gradients = [None if total.empty else total.value.to(t.dtype) for total, t in pairs]
         return None, dx, *gradients
+
+
+def _backward(ctx, x, leaves, grads):
+    """Return the gradient of the maps, and sums of the gradients of the trained tensors."""
+    needs_x = ctx.needs_input_grad[1]
+    dx = torch.empty_like(x) if needs_x else None
+    sums = [Sum(leaf) for leaf in leaves]
+    for start in range(0, len(x), ROIS):
+        chunk = slice(start, start + ROIS)
+        with torch.enable_grad():
+            part = x[chunk].detach().requires_grad_(needs_x)
+            outs = _run(ctx, part)
+        given = [None if grad is None else grad[chunk] for grad in grads]
+        outs, given = zip(*((o, g) for o, g in zip(outs, given, strict=True) if g is not None), strict=True)
+        wanted = [part, *leaves] if needs_x else leaves
+        found = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+        del outs, given
+        if needs_x:
+            dpart, *found = found
+            dx[chunk] = 0 if dpart is None else dpart
+        for total, gradient in zip(sums, found, strict=True):
+            if gradient is not None:
+                total.add(gradient.to(accumulator(gradient)))
+        del found, part
+    return dx, sums
 
 
 def _run(ctx, x):
@@ -82,5 +136,5 @@ def _run(ctx, x):
     # Autocast's cache is off: casts of weights that were made without gradients would be used where these are needed.
     cast = torch.autocast(x.device.type, dtype=ctx.dtype, enabled=ctx.dtype is not None, cache_enabled=False)
     with cast, Scope():
-        outs = ctx.run(x)
+        outs = ctx.layers.forward(x)
     return outs if isinstance(outs, tuple) else (outs,)

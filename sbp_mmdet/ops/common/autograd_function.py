@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...stochastic_backprop.masks import Positions
 from .precision import autocast_dtype, no_autocast
@@ -157,9 +156,14 @@ def _apply(function, *args):
 def differentiable_once(backward: Callable) -> Callable:
     """Decorate a backward pass that has no derivative of its own.
 
-    With ``create_graph=True``, differentiating its gradients raises an error, also where the incoming gradient is
-    constant; torch's own decorator would silently return no second derivative there. Compilers skip the method, because
-    a compiled training step calls ``backward`` too.
+    With ``create_graph=True``, differentiating its gradients raises an error. torch's own decorator would silently
+    return no second derivative in two cases: where the incoming gradient is constant, and where ``torch.autograd.grad``
+    is asked for tensors that the error does not lie in front of. Compilers skip the method, because a compiled training
+    step calls ``backward`` too.
+
+    Where no output has a gradient, for example because no loss uses the map, there are no gradients, as in torch's own
+    operations. The forward pass has to call ``ctx.set_materialize_grads(False)`` for that; zeros in their place would
+    let an optimizer decay weights that have no part in the loss.
 
     Args:
         backward (Callable): Static method of a ``torch.autograd.Function``.
@@ -167,15 +171,51 @@ def differentiable_once(backward: Callable) -> Callable:
     Returns:
         Callable: The decorated method.
     """
-    once = once_differentiable(backward)
 
     @uncompiled
     def run(ctx, *grads):
+        if all([grad is None for grad in grads]):
+            return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        return once(ctx, *[g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads])
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        tensors = [x for x in found if x is not None]
+        if not tensors:
+            return found
+        sources = [*_leaves_behind(ctx), *[grad for grad in grads if grad is not None and grad.requires_grad]]
+        refused = iter(_Refused.apply(len(sources), *(sources or [tensors[0].detach().requires_grad_()]), *tensors))
+        return tuple(x if x is None else next(refused) for x in found)
 
     return run
+
+
+class _Refused(torch.autograd.Function):
+    """Identity of gradients that depend on other tensors, with an error in the place of a derivative."""
+
+    @staticmethod
+    def forward(ctx, number, *tensors):
+        return tuple(tensor.clone() for tensor in tensors[max(number, 1) :])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            'trying to differentiate twice through an operation of sbp_mmdet, whose backward pass has no derivative. '
+            "Leave the modules out that a second derivative needs, LeanHook(modules=[...]), or take preset='with_cp'"
+        )
+
+
+def _leaves_behind(node) -> list[Tensor]:
+    """Return the leaves of the graph that a node's gradients are propagated to."""
+    leaves, seen, left = [], set(), [node]
+    while left:
+        for other, _ in left.pop().next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                left.append(other)
+                leaves += [other.variable] if hasattr(other, 'variable') else []
+    return leaves
 
 
 _thread = threading.local()  # attribute `without_output`
@@ -255,6 +295,7 @@ class _Function(torch.autograd.Function):
         tensors_saved = []
         ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), tensors_saved)
         ctx.save_for_backward(*tensors_saved)
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod

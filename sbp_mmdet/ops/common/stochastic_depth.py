@@ -75,10 +75,13 @@ class _PassBy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *parameters):
         ctx.like = parameters
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
     @uncompiled
     def backward(ctx, grad):
+        if grad is None:  # no loss uses the output
+            return (None,) * len(ctx.needs_input_grad)
         needed = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
         return grad, *(torch.zeros_like(p) if needs else None for p, needs in needed)

@@ -1,0 +1,26 @@
+"""Modes and transforms of torch that compute something else of the functions that modules call."""
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+__all__ = ['runs_within_others']
+
+_KNOWN = (DeviceContext,)  # of torch.set_default_device and `with torch.device(...)`
+_OWN = 'sbp_mmdet.'  # the planner's
+
+
+def runs_within_others() -> bool:
+    """Return whether something is active that has to see what modules compute, so that they run their own code.
+
+    These are transforms such as ``torch.func.vjp`` and forward-mode differentiation, which refuse operations with a
+    backward pass of their own, and a user's ``TorchFunctionMode``, which may replace any function. A checkpoint would
+    not find them again in the backward pass.
+    """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    if not torch._C._len_torch_function_stack():
+        return False
+    modes = _get_current_function_mode_stack()
+    return not all(isinstance(mode, _KNOWN) or type(mode).__module__.startswith(_OWN) for mode in modes)

@@ -1,0 +1,205 @@
+"""Modules that change between a forward pass and its backward pass: gradients are those of the plain model in fp64."""
+
+import copy
+
+import pytest
+import torch
+from conv_models import BACKBONES, build_module, randomize_norms
+from mmengine.logging import MMLogger
+from test_chunked_heads import HEADS
+from torch import nn
+from unusual_models import MODELS, random_images
+
+from sbp_mmdet import apply_lean
+from sbp_mmdet.ops.common.module_state import ModuleState
+from sbp_mmdet.passes import of_known_library
+
+
+class Heads(nn.Module):
+    """Heads on the maps of 75 RoIs of each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.roi_head = build_module(
+            dict(
+                type='StandardRoIHead',
+                bbox_head=HEADS['box'],
+                mask_head=HEADS['mask'],
+                bbox_roi_extractor=_extractor(7),
+                mask_roi_extractor=_extractor(6),
+            )
+        )
+
+    def forward(self, x):
+        x, heads = self.conv(x), self.roi_head
+        corners = torch.rand(150, 2, dtype=x.dtype, generator=torch.Generator().manual_seed(0)) * 40
+        images = torch.arange(150).remainder(2)[:, None]
+        rois = torch.cat([images, corners, corners + 20], 1)
+        maps = [extract([x], rois) for extract in (heads.bbox_roi_extractor, heads.mask_roi_extractor)]
+        return [*heads.bbox_head(maps[0]), heads.mask_head(maps[1])]
+
+
+def _extractor(size):
+    layer = dict(type='RoIAlign', output_size=size, sampling_ratio=1)
+    return dict(type='SingleRoIExtractor', roi_layer=layer, out_channels=16, featmap_strides=[1])
+
+
+FAMILIES = {
+    'heads': lambda: randomize_norms(Heads()),
+    'Swin': MODELS['Swin'],
+    'ViT': MODELS['ViT'],
+    'Res2Net': lambda: build_module(BACKBONES['Res2Net'][0]),
+}
+
+
+@pytest.fixture(autouse=True, scope='module')
+def quiet():
+    MMLogger.get_current_instance().setLevel('ERROR')
+    yield
+    MMLogger.get_current_instance().setLevel('INFO')
+
+
+def run_model(model):
+    torch.manual_seed(3)
+    outs = [out for out in model(random_images()) if out.requires_grad]
+    return sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).cos().view_as(o)).sum() for o in outs)
+
+
+def collect(parameters):
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+# Functions that run a step with a change in it, and return its gradients.
+
+
+def functional_call(model):
+    given = {name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()}
+    run_model(lambda x: torch.func.functional_call(model, given, (x,))).backward()
+    return collect(given)
+
+
+def other_parameters(model):
+    loss, before = run_model(model), dict(model.named_parameters())
+    for module in model.modules():
+        for name, p in [*module._parameters.items()]:
+            if p is not None:
+                setattr(module, name, nn.Parameter(3 * p.detach()))
+    after = dict(model.named_parameters())
+    loss.backward()
+    assert all(after[name] is p and p.grad is None for name, p in model.named_parameters())
+    return collect(before)
+
+
+def evaluation_mode(model):
+    loss = run_model(model)
+    model.eval()
+    loss.backward()
+    assert not any(module.training for module in model.modules())
+    return collect(dict(model.named_parameters()))
+
+
+def frozen(model):
+    loss = run_model(model)
+    model.requires_grad_(False)
+    loss.backward()
+    assert not any(p.requires_grad for p in model.parameters())
+    return collect(dict(model.named_parameters()))
+
+
+def hooks(model):
+    loss, calls = run_model(model), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append(1))
+    loss.backward()
+    assert not calls
+    return collect(dict(model.named_parameters()))
+
+
+def settings(model):
+    loss = run_model(model)
+    for module in model.modules():
+        if hasattr(module, 'eps'):
+            module.eps = 0.5
+        if isinstance(module, nn.Conv2d):
+            module.stride = (3, 3)
+    loss.backward()
+    assert all(module.stride == (3, 3) for module in model.modules() if isinstance(module, nn.Conv2d))
+    return collect(dict(model.named_parameters()))
+
+
+def hooks_on_parameters(model):
+    calls = {}
+    for name, p in model.named_parameters():
+        p.register_hook(lambda grad, name=name: calls.update({name: calls.get(name, 0) + 1}) or 2 * grad)
+    run_model(model).backward()
+    gradients = collect(dict(model.named_parameters()))
+    assert calls == dict.fromkeys(gradients, 1)
+    return gradients
+
+
+def tensors_instead_of_parameters(model):
+    """Weights are computed from other parameters, and are attributes of their modules."""
+    for module in [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d))]:
+        module.raw = module._parameters.pop('weight')
+        module.weight = 1.5 * module.raw
+    run_model(model).backward()
+    return collect(dict(model.named_parameters()))
+
+
+STEPS = [functional_call, other_parameters, evaluation_mode, frozen, hooks, settings, hooks_on_parameters]
+STEPS += [tensors_instead_of_parameters]
+
+
+@pytest.mark.parametrize('run', STEPS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_change(family, preset, run):
+    plain = FAMILIES[family]()
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, preset, verify=False)
+    actual, expected = run(lean), run(plain)
+    assert actual.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (actual[name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize('family', ['heads', 'Swin'])
+def test_parameters_that_are_written_to_are_an_error(family):
+    """As in the plain model: gradients would be those of other weights than the output's."""
+    model = FAMILIES[family]()
+    apply_lean(model, 'exact_min', verify=False)
+    loss = run_model(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    with pytest.raises(RuntimeError, match=r'modified (by an inplace operation|in place)'):
+        loss.backward()
+
+
+def test_state_is_restored_after_an_error():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    state, weight = ModuleState([model]), model[0].weight
+    model.eval()
+    model[0].weight = new = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    handle = model[0].register_forward_hook(lambda *args: None)
+    with pytest.raises(ZeroDivisionError), state.restored():
+        assert model.training and model[0].weight is weight and not model[0]._forward_hooks
+        raise ZeroDivisionError
+    assert not model[1].training and model[0].weight is new and not new.requires_grad
+    assert handle.id in model[0]._forward_hooks
+
+
+def test_activations_that_a_checkpoint_computes_wrongly_are_not_recomputed():
+    """A checkpoint stops when the last tensor is saved, and torch saves the noise of RReLU before it is drawn."""
+    plain = FAMILIES['Res2Net']()
+    for module in plain.modules():
+        if hasattr(module, 'relu'):
+            module.relu = nn.RReLU(0.3, 0.3)
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, 'exact_min', verify=False)
+    assert not of_known_library(nn.RReLU())
+    for model in (plain, lean):
+        run_model(model).backward()
+    for (name, p), expected in zip(lean.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad - expected.grad).norm() <= 1e-9 * expected.grad.norm().clamp_min(1e-3), name
