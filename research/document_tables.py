@@ -82,10 +82,11 @@ def _time(first, column):
     return '' if row is None else f'{row["ratio"]:.2f}'
 
 
-STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'DINO R-50': 'dino_step', 'RTMDet-S': 'rtmdet_step'}
+STEPS = {'ConvNeXt-B': 'step_convnext_b', 'ResNet-50': 'step_r50', 'Swin-T': 'step_swin_t'}
+STEPS |= {'DINO R-50': 'dino_step', 'RTMDet-S': 'rtmdet_step'}
 
 
-EVERYTHING = ('with_cp+cp-heads+cp-rpn+cp-neck', 'with_cp+cp-transformer+cp-neck')
+EVERYTHING = ('with_cp+cp-heads+cp-rpn+cp-neck', 'with_cp+cp-heads+cp-neck', 'with_cp+cp-transformer+cp-neck')
 
 
 def _step(first, column):
