@@ -9,6 +9,9 @@ from mmdet.models.task_modules import RandomSampler
 from stand_ins import copy_into_module
 from torch.utils.flop_counter import FlopCounterMode
 
+from sbp_mmdet.ops import dense_head
+from sbp_mmdet.verify.checks import verify_modules
+
 NUMBER = 12  # anchors of an image
 ANCHORS = dict(type='AnchorGenerator', scales=[8], ratios=[0.5, 1.0, 2.0], strides=[4])
 
@@ -149,6 +152,15 @@ def test_a_product_that_answers_differently_the_second_time(preset, monkeypatch)
     assert all(largest_difference({name: actual[name]}, {name: expected[name]}) > 0.1 for name in values)
     actual, expected = ({name: g for name, g in found.items() if name not in values} for found in (actual, expected))
     assert largest_difference(actual, expected) < 1e-11
+
+
+@pytest.mark.parametrize('factor', [1, 1.1])
+def test_the_verification_reaches_it(factor, monkeypatch):
+    compute = dense_head.scatter_gradient
+    monkeypatch.setattr(dense_head, 'scatter_gradient', lambda *args: factor * compute(*args))
+    head = make_lean_copy(build_head())
+    kinds = verify_modules(head, [''], lambda head: head([random_map(2, 24, 20).requires_grad_()])).kinds
+    assert [bool(kind.disagrees) for kind in kinds] == [factor != 1]
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)

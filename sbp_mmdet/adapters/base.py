@@ -243,6 +243,19 @@ class LeanModule(Mixin):
         return True
 
     @classmethod
+    def thin_gradient(cls, module: nn.Module, grad: Tensor) -> Tensor:
+        """Set those of an output's gradient to zero that no loss of the model ever reads, for the verification.
+
+        Args:
+            module (nn.Module): The module, in whichever class.
+            grad (Tensor): A gradient without zeros, which may be changed.
+
+        Returns:
+            Tensor: The gradient. By default, all of it.
+        """
+        return grad
+
+    @classmethod
     def is_stock(cls, module: nn.Module) -> bool:
         """Return whether the forward pass of the class of ``module`` is known."""
         return not cls.stock or derives_plainly(stock_class(type(module)), cls.stock)

@@ -41,16 +41,26 @@ class LeanRPNHead(LeanModule):
             out_bias = torch.cat([bias_or_zeros(conv.weight, conv.bias) for conv in outputs])
         bias = bias_or_zeros(hidden.weight, hidden.bias)
         tensors = DenseHeadTensors(x, hidden.weight, bias, out_weight, out_bias)
-        out = dense_head(DenseHeadSettings(self.form, geometry, sampled=self._sampled()), tensors)
+        out = dense_head(DenseHeadSettings(self.form, geometry, sampled=_sampled_anchors(self)), tensors)
         # Each output in memory of its own, so that later code may change it in place.
         return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
 
-    def _sampled(self):
-        """Return how many anchors of an image the loss reads, ``None`` if all of them."""
-        number = getattr(getattr(self, 'sampler', None), 'num', None)
-        return number if isinstance(number, int) else None
+    @classmethod
+    def thin_gradient(cls, module: nn.Module, grad: Tensor) -> Tensor:
+        """See :meth:`.LeanModule.thin_gradient`. The loss reads as many positions as the sampler takes at most."""
+        if number := _sampled_anchors(module):
+            positions = torch.arange(grad.shape[2:].numel(), device=grad.device)
+            unread = positions % -(-len(positions) // number) != 0
+            grad.flatten(2).masked_fill_(unread, 0)
+        return grad
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`. With several hidden convolutions each has an adapter of its own."""
         return getattr(module, 'num_convs', None) == 1
+
+
+def _sampled_anchors(module):
+    """Return how many anchors of an image the loss reads, ``None`` if all of them."""
+    number = getattr(getattr(module, 'sampler', None), 'num', None)
+    return number if isinstance(number, int) else None

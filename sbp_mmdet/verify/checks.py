@@ -282,10 +282,11 @@ class _Watch:
         return kind
 
     def _compare(self, kind, module, args, kwargs):
-        place, bridged = self.classes[id(module)].place, self._find_bridged(module)
+        classes, bridged = self.classes[id(module)], self._find_bridged(module)
+        place, thin = classes.place, lambda grad: classes.lean.thin_gradient(module, grad)
 
         def make_side(lean, change=lambda place: place):
-            return Side(module, lambda: self._switched(module, lean, bridged, change))
+            return Side(module, lambda: self._switched(module, lean, bridged, change), thin=thin)
 
         part = first_part(args, kwargs)
 

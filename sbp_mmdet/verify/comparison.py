@@ -42,16 +42,23 @@ class Side:
         module (nn.Module): The module.
         prepared (Callable): Returns a context manager within which the module runs this way.
         backward (bool): Whether gradients are computed. Default: True.
+        thin (Callable): Sets some of an output's gradient to zero, see :meth:`.LeanModule.thin_gradient`. Default:
+            keeps all.
     """
 
     module: nn.Module
     prepared: Callable[[], contextlib.AbstractContextManager]
     backward: bool = True
+    thin: Callable[[Tensor], Tensor] = lambda grad: grad
 
     def run(self, args: tuple, kwargs: dict, dtype: torch.dtype | None = None) -> Run:
         """Run the module, see :func:`.run_module`."""
+
+        def gradient(number, output):
+            return self.thin(cotangent(number, output))
+
         with self.prepared():
-            return run_module(self.module, args, kwargs, cotangent, dtype, backward=self.backward)
+            return run_module(self.module, args, kwargs, gradient, dtype, backward=self.backward)
 
 
 def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:
