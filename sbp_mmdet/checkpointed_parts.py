@@ -11,6 +11,7 @@ from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.necks import DyHead
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
+from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmengine.model import Sequential
 from torch import Tensor, nn
 
@@ -33,6 +34,8 @@ __all__ = [
     'give_parts_back',
     'parts_to_checkpoint',
 ]
+
+_FEW_CLASSES = 100  # of a mask head: COCO has 80, LVIS 1,203
 
 
 class CheckpointedPart(Checkpointed):
@@ -130,9 +133,10 @@ def parts_to_checkpoint(
     Args:
         model (nn.Module): The model, changed by its adapters.
         chosen (Mapping[int, nn.Module]): Modules that may be changed, by id.
-        kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'RoI head', 'layer'
-            (of a transformer), 'block' (of backbone or neck, which runs its own code), 'layered block' (of a backbone,
-            which calls layers that save a map each), 'mixed block' (such a block with layers that run their own code).
+        kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'mask head' (the only
+            one, of few classes), 'RoI head' (any other one), 'layer' (of a transformer), 'block' (of backbone or neck,
+            which runs its own code), 'layered block' (of a backbone, which calls layers that save a map each), 'mixed
+            block' (such a block with layers that run their own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -174,7 +178,17 @@ def _find_parts(detector):
             for name, head in child.named_children():
                 if name.endswith('head'):
                     heads = head if isinstance(head, nn.ModuleList) else [head]
-                    yield from (('RoI head', one) for one in heads)
+                    kind = 'mask head' if _is_freed_first(head) else 'RoI head'
+                    yield from ((kind, one) for one in heads)
+
+
+def _is_freed_first(head):
+    """Return whether the maps of a mask head are freed before the backward pass reaches its peak.
+
+    A single mask head runs last, so its maps are the first to be freed. The maps of several stages and the logits of
+    many classes add to the peak.
+    """
+    return stock_class(type(head)) is FCNMaskHead and head.num_classes <= _FEW_CLASSES
 
 
 def _split_neck(neck):

@@ -24,6 +24,7 @@ _LAYERS = (
     *(mmcv.cnn.Conv2d, mmcv.cnn.ConvTranspose2d, mmcv.cnn.Linear, mmcv.cnn.ConvModule),
     *(ResLayer, resnet.Bottleneck, resnet.BasicBlock),
 )
+_PLANNER = 'sbp_mmdet.plan.'  # module of hooks that only observe
 
 
 def computes_rois_one_by_one(head: nn.Module) -> bool:
@@ -52,6 +53,12 @@ def runs_in_chunks(head: nn.Module, x: Tensor) -> bool:
     """
     norms = (m for m in head.modules() if isinstance(m, _BatchNorm))
     apart = not any(norm.training or norm.running_mean is None for norm in norms)
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in head.modules() if m is not head)  # by FSDP
+    hooked = any(_has_hooks(m) for m in head.modules() if m is not head)  # by FSDP
     # The head's layers may have been replaced.
     return len(x) > ROIS and apart and not hooked and computes_rois_one_by_one(head)
+
+
+def _has_hooks(module):
+    """Return whether a module has hooks that a recomputation would run again, unless they are the planner's."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all((getattr(hook, '__module__', None) or '').startswith(_PLANNER) for hook in hooks)

@@ -11,6 +11,7 @@ from torch import nn
 from sbp_mmdet import apply_lean, chunked_heads
 from sbp_mmdet.checkpointed_parts import CheckpointedInChunks, CheckpointedPart
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
+from sbp_mmdet.plan.parts import PartTracker
 from sbp_mmdet.surgery import mix_in
 
 GN = dict(type='GN', num_groups=4)
@@ -85,16 +86,30 @@ def test_gradients_are_those_of_the_heads_own_code(name, needs_x):
     assert_same(run_step(lean, random_maps(name, 5)), run_step(plain, random_maps(name, 5)))
 
 
-def test_exact_min_and_int8_take_it():
+@pytest.mark.parametrize(
+    ('preset', 'classes', 'chunked'),
+    [('exact_min', 3, ['bbox', 'mask']), ('int8', 3, ['bbox']), ('int8', 1203, ['bbox', 'mask'])],
+)
+def test_what_presets_run_in_chunks(preset, classes, chunked):
+    """With int8, a single mask head of few classes stores its maps in eight bits, since they are freed first."""
     init_default_scope('mmdet')
     detector = nn.Module()
     detector.backbone = nn.Conv2d(3, 16, 3)
-    roi = dict(type='StandardRoIHead', bbox_head=BOX, mask_head=MASK)
+    roi = dict(type='StandardRoIHead', bbox_head=BOX, mask_head=dict(MASK, num_classes=classes))
     roi |= {f'{kind}_roi_extractor': _extractor(size) for kind, size in (('bbox', 7), ('mask', 14))}
     detector.roi_head = MODELS.build(roi)
-    for preset in ('exact_min', 'int8'):
-        apply_lean(detector, preset)
-        assert all(isinstance(getattr(detector.roi_head, f'{k}_head'), CheckpointedInChunks) for k in ('bbox', 'mask'))
+    apply_lean(detector, preset)
+    heads = {kind: getattr(detector.roi_head, f'{kind}_head') for kind in ('bbox', 'mask')}
+    assert [kind for kind, head in heads.items() if isinstance(head, CheckpointedInChunks)] == chunked
+
+
+def test_heads_with_hooks_inside_run_whole_but_for_those_of_the_planner():
+    detector = nn.Module()
+    detector.mask_head, x = build_head('mask'), random_maps('mask')
+    PartTracker(detector)
+    assert chunked_heads.runs_in_chunks(detector.mask_head, x)
+    detector.mask_head.convs[0].register_forward_hook(lambda *args: None)
+    assert not chunked_heads.runs_in_chunks(detector.mask_head, x)
 
 
 def _extractor(size):
