@@ -52,7 +52,7 @@ def row_of(key: str) -> dict:
 
 
 def report(rows: dict[str, dict]) -> str:
-    """Return the table: for each detector the measured memory of the plain step, and counted / measured by preset."""
+    """Return the table: measured memory of the plain step; by preset, counted / measured and the difference."""
     names = [name for name in DETECTORS if all('counted' in rows.get(f'{name}/{v}', {}) for v in VARIANTS)]
     columns = [
         Column('detector', str),
@@ -60,11 +60,11 @@ def report(rows: dict[str, dict]) -> str:
     ]
     for variant, head in VARIANTS.items():
 
-        def ratio(name, variant=variant):
+        def cell(name, variant=variant):
             row = rows[f'{name}/{variant}']
-            return f'{row["counted"] / row["measured"]:.2f}'
+            return f'{row["counted"] / row["measured"]:.2f} ({row["measured"] - row["counted"]:.0f} MB)'
 
-        columns.append(Column(f'{head}, counted / measured', ratio))
+        columns.append(Column(head, cell))
     return markdown_table(columns, names)
 
 
