@@ -248,6 +248,7 @@ REPORTS = {
         'outside_losses': lambda: _outside('outside_losses', 'outside_losses'),
     },
     'docs/research/zoo_memory.md': {
+        'zoo_recipes': lambda: importlib.import_module('zoo_memory').report_recipes(_results('zoo_memory')['rows']),
         'swin_l_memory': lambda: _outside('swin_l_memory', 'swin_l_memory'),
         'counted_and_resident': lambda: _outside('counted_and_resident', 'counted_and_resident'),
     },

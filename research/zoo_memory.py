@@ -133,7 +133,7 @@ REASONS = {
     'objects365': Reason('likely: images with some 450 boxes, all compared with all anchors', boxes=450),
     'openimages': Reason('likely: images with some 650 boxes, all compared with all anchors', boxes=650),
     'pvt': _SOFTMAX,
-    'rtmdet/rtmdet-ins_x_8xb16-300e_coco.py': Reason('its name says 16 images a GPU, and it has 32', batch=16),
+    'rtmdet/rtmdet-ins_x_8xb16-300e_coco.py': Reason('its name says 16 images a GPU, and it has 32'),
     'solov2/solov2-light_r18_fpn_ms-3x_coco.py': _OF_ANOTHER,
     'solov2/solov2-light_r50_fpn_ms-3x_coco.py': _OF_ANOTHER,
     'ssd': _BENCHMARK,
@@ -263,6 +263,38 @@ def report(rows: dict[str, dict]) -> str:
         Column('', lambda r: r['note']),
     ]
     return '\n'.join([*lines, '', markdown_table(columns, records)])
+
+
+RECIPES = (
+    'mask2former/mask2former_swin-s-p4-w7-224_8xb2-lsj-50e_coco-panoptic',
+    'rtmdet/rtmdet_tiny_8xb32-300e_coco',
+    'rtmdet/rtmdet_s_8xb32-300e_coco',
+    'rtmdet/rtmdet_l_8xb32-300e_coco',
+    'yolox/yolox_s_8xb8-300e_coco',
+    'yolox/yolox_l_8xb8-300e_coco',
+    'swin/mask-rcnn_swin-t-p4-w7_fpn_ms-crop-3x_coco',
+    'swin/mask-rcnn_swin-t-p4-w7_fpn_amp-ms-crop-3x_coco',
+    'swin/mask-rcnn_swin-s-p4-w7_fpn_amp-ms-crop-3x_coco',
+    'convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco',
+    'convnext/cascade-mask-rcnn_convnext-t-p4-w7_fpn_4conv1fc-giou_amp-ms-crop-3x_coco',
+    'convnext/cascade-mask-rcnn_convnext-s-p4-w7_fpn_4conv1fc-giou_amp-ms-crop-3x_coco',
+)  # the recipes that users take most
+
+
+def report_recipes(rows: dict[str, dict]) -> str:
+    """Format the table of some recipes: measured, counted, and the ratio with the margin."""
+
+    def ratio(name):
+        row = rows[f'{name}.py']
+        return f'{(row["peak"] * (1 + MARGIN) + WORKSPACES) / 2**30 / row["measured"]:.2f}'
+
+    columns = [
+        Column('config', lambda name: name.partition('/')[2]),
+        Column('measured, GB', lambda name: str(rows[f'{name}.py']['measured'])),
+        Column('counted, GiB', lambda name: f'{rows[f"{name}.py"]["peak"] / 2**30:.2f}'),
+        Column('counted with the margin / measured', ratio),
+    ]
+    return markdown_table(columns, RECIPES)
 
 
 def picture(rows: dict[str, dict], file: Path) -> None:
