@@ -73,8 +73,8 @@ def measure_lift(config: str, variant: str, batch: int, size: tuple[int, int], b
         RuntimeError: If that process fails.
     """
     words = [config, '--size', '{}x{}'.format(*size), '--batch', f'{batch}', '--boxes', f'{boxes}']
-    kind = '--one-count' if counted else '--one'
-    command = [sys.executable, '-W', 'ignore', __file__, *words, kind, '--variants', variant]
+    words += ['--one', 'counted' if counted else 'measured', '--variants', variant]
+    command = [sys.executable, '-W', 'ignore', __file__, *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f'{variant} failed:\n{done.stderr[-2000:]}')
@@ -110,12 +110,11 @@ def main():
     parser.add_argument('--batch', type=int, default=1, help='number of images (default: 1)')
     parser.add_argument('--boxes', type=int, default=15, help='boxes in each image (default: 15)')
     parser.add_argument('--json', type=output_file, help='write the results here as well')
-    parser.add_argument('--one', action='store_true', help=argparse.SUPPRESS)
-    parser.add_argument('--one-count', action='store_true', help=argparse.SUPPRESS)
+    parser.add_argument('--one', choices=['measured', 'counted'], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one or args.one_count:
+    if args.one:
         with contextlib.redirect_stdout(io.StringIO()):
-            found = lift(args.config, args.variants[0], args.batch, args.size, args.boxes, args.one_count)
+            found = lift(args.config, args.variants[0], args.batch, args.size, args.boxes, args.one == 'counted')
         print(f'LIFT {found:.1f}')
         return
     rows = []

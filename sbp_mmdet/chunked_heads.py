@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .ops.roi_chunks import ROIS
+from .passes import has_hooks_of_others
 from .surgery import stock_class
 
 __all__ = ['computes_rois_one_by_one', 'runs_in_chunks']
@@ -53,12 +54,6 @@ def runs_in_chunks(head: nn.Module, x: Tensor) -> bool:
     """
     norms = (m for m in head.modules() if isinstance(m, _BatchNorm))
     apart = not any(norm.training or norm.running_mean is None for norm in norms)
-    hooked = any(_has_hooks(m) for m in head.modules() if m is not head)  # by FSDP
+    hooked = any(has_hooks_of_others(m, _PLANNER) for m in head.modules() if m is not head)  # by FSDP
     # The head's layers may have been replaced.
     return len(x) > ROIS and apart and not hooked and computes_rois_one_by_one(head)
-
-
-def _has_hooks(module):
-    """Return whether a module has hooks that a recomputation would run again, unless they are the planner's."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all((getattr(hook, '__module__', None) or '').startswith(_PLANNER) for hook in hooks)

@@ -25,6 +25,7 @@ __all__ = [
     'attach_draws',
     'detach_draws',
     'hand_on_within',
+    'has_hooks_of_others',
     'is_known_inside',
     'of_known_library',
 ]
@@ -228,8 +229,18 @@ def _is_touched(module):
     own = vars(module)
     if 'forward' in own or own.get('_compiled_call_impl') is not None:
         return True
-    hooks = (*own['_forward_hooks'].values(), *own['_forward_pre_hooks'].values())
-    return bool(hooks) and not all((getattr(hook, '__module__', None) or '').startswith(_WATCHERS) for hook in hooks)
+    return has_hooks_of_others(module, _WATCHERS)
+
+
+def has_hooks_of_others(module: nn.Module, observers: str | tuple[str, ...]) -> bool:
+    """Return whether a module has forward hooks or pre-hooks apart from those of some packages.
+
+    Args:
+        module (nn.Module): The module.
+        observers (str | tuple[str, ...]): Beginnings of the names of the modules in which the other hooks are written.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all((getattr(hook, '__module__', None) or '').startswith(observers) for hook in hooks)
 
 
 def of_known_library(module: nn.Module) -> bool:

@@ -197,22 +197,22 @@ def _backward_of_few(s, saved, grad, places, needs):
     patches, dropped, grad = torch.cat(patches).flatten(1), ~torch.cat(positive), places.of(grad)
     y = torch.addmm(bias, patches, weight.permute(0, 2, 3, 1).flatten(1).t())
     y = y.clamp_min_(torch.finfo(y.dtype).tiny).masked_fill_(dropped, 0)  # as in `SignBits.relu_`
-    full, found = accumulator(y), {}
+    full, gradients = accumulator(y), {}
     if needs.out_weight:
-        found['out_weight'] = (grad.t() @ y).view_as(t.out_weight)
+        gradients['out_weight'] = (grad.t() @ y).view_as(t.out_weight)
     if needs.out_bias:
-        found['out_bias'] = grad.sum(0, dtype=full)
+        gradients['out_bias'] = grad.sum(0, dtype=full)
     if needs.x or needs.weight or needs.bias:
         dy = (grad @ out_weight).masked_fill_(dropped, 0)
         if needs.weight:
-            found['weight'] = (dy.t() @ patches).view(len(weight), *size, -1).permute(0, 3, 1, 2)
+            gradients['weight'] = (dy.t() @ patches).view(len(weight), *size, -1).permute(0, 3, 1, 2)
         if needs.bias:
-            found['bias'] = dy.sum(0, dtype=full)
-    found = {name: value.to(getattr(t, name).dtype) for name, value in found.items()}
+            gradients['bias'] = dy.sum(0, dtype=full)
+    gradients = {name: value.to(getattr(t, name).dtype) for name, value in gradients.items()}
     if needs.x:
         del patches
-        found['x'] = scatter_gradient(dy, places, weight, s.conv, saved.shape, saved.layout).to(saved.dtype)
-    return _Gradients(**found)
+        gradients['x'] = scatter_gradient(dy, places, weight, s.conv, saved.shape, saved.layout).to(saved.dtype)
+    return _Gradients(**gradients)
 
 
 _dense_head = Operation('DenseHead', _forward, _backward, _Gradients)

@@ -119,15 +119,15 @@ def _backward(ctx, x, leaves, grads):
         given = [None if grad is None else grad[chunk] for grad in grads]
         outs, given = zip(*((o, g) for o, g in zip(outs, given, strict=True) if g is not None), strict=True)
         wanted = [part, *leaves] if needs_x else leaves
-        found = torch.autograd.grad(outs, wanted, given, allow_unused=True)
+        gradients = torch.autograd.grad(outs, wanted, given, allow_unused=True)
         del outs, given
         if needs_x:
-            dpart, *found = found
+            dpart, *gradients = gradients
             dx[chunk] = 0 if dpart is None else dpart
-        for total, gradient in zip(sums, found, strict=True):
+        for total, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:
                 total.add(gradient.to(accumulator(gradient)))
-        del found, part
+        del gradients, part
     return dx, sums
 
 

@@ -57,7 +57,7 @@ def _exceeded_by(values, shares):
     threshold = order[tail]
     shape, scale = _fit(order[:tail] - threshold)
     rarer = np.minimum(1, shares * number / tail)
-    # The quantile of the distribution; for shape 0 it is exponential.
+    # The quantile of the distribution, which is exponential for shape 0.
     excess = -np.log(rarer) if abs(shape) < 1e-6 else (rarer**-shape - 1) / shape
     return np.where(rarer < 1, np.maximum(found, threshold + scale * excess), found)
 
@@ -65,12 +65,8 @@ def _exceeded_by(values, shares):
 def _fit(excesses):
     """Fit shape and scale of the generalised Pareto distribution; the shape is at most 0, as sizes are bounded."""
     mean = excesses.mean()
-    if not mean:  # the largest values are all the same
-        return 0.0, 0.0
     ascending = np.sort(excesses)
     exceeded = 1 - (np.arange(len(ascending)) + 0.65) / len(ascending)
     weighted = (exceeded * ascending).mean()  # E[X (1 - F(X))]
-    shape = 2 - mean / (mean - 2 * weighted)
-    if not -1 <= shape <= 0:
-        shape = min(max(shape, -1.0), 0.0)
+    shape = min(max(2 - mean / (mean - 2 * weighted), -1.0), 0.0)
     return shape, mean * (1 - shape)  # the mean of the distribution is scale / (1 - shape)

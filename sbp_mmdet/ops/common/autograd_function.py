@@ -179,14 +179,14 @@ def differentiable_once(backward: Callable) -> Callable:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
-            found = backward(ctx, *grads)
-        found = found if isinstance(found, tuple) else (found,)
-        tensors = [x for x in found if x is not None]
+            gradients = backward(ctx, *grads)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        tensors = [x for x in gradients if x is not None]
         if not tensors:
-            return found
+            return gradients
         sources = [*_leaves_behind(ctx), *[grad for grad in grads if grad is not None and grad.requires_grad]]
         refused = iter(_Refused.apply(len(sources), *(sources or [tensors[0].detach().requires_grad_()]), *tensors))
-        return tuple(x if x is None else next(refused) for x in found)
+        return tuple(x if x is None else next(refused) for x in gradients)
 
     return run
 
