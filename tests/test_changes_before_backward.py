@@ -1,6 +1,7 @@
 """Modules that change between a forward pass and its backward pass: gradients are those of the plain model in fp64."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from conv_models import BACKBONES, build_module, randomize_norms
 from mmengine.logging import MMLogger
 from test_chunked_heads import HEADS
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from unusual_models import MODELS, random_images
 
 from sbp_mmdet import apply_lean
@@ -147,6 +149,26 @@ def tensors_instead_of_parameters(model):
     return collect(dict(model.named_parameters()))
 
 
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w, grad * x
+
+
+@functools.cache
+def _checkpoints_run_hooks():
+    calls, x, w = [], torch.ones(1, requires_grad=True), nn.Parameter(torch.ones(1))
+    w.register_hook(calls.append)
+    checkpoint(lambda x: _Scaled.apply(x, w), x, use_reentrant=False).backward()
+    return bool(calls)
+
+
 STEPS = [functional_call, other_parameters, evaluation_mode, frozen, hooks, settings, hooks_on_parameters]
 STEPS += [tensors_instead_of_parameters]
 
@@ -155,6 +177,8 @@ STEPS += [tensors_instead_of_parameters]
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_change(family, preset, run):
+    if run is hooks_on_parameters and preset == 'exact_min' and not _checkpoints_run_hooks():
+        pytest.skip('this torch runs no hooks on parameters of custom functions inside of a checkpoint')
     plain = FAMILIES[family]()
     lean = copy.deepcopy(plain)
     apply_lean(lean, preset, verify=False)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import count_model_bytes, make_lean_copy
+from helpers import FP16
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.task_modules import RandomSampler
 from stand_ins import copy_into_module
@@ -163,7 +164,7 @@ def test_the_verification_reaches_it(factor, monkeypatch):
     assert [bool(kind.disagrees) for kind in kinds] == [factor != 1]
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('dtype', [FP16, torch.bfloat16], ids=str)
 def test_half_precision(preset, dtype):
     """The errors are not larger than those of the plain module in this precision."""
     plain, x = build_head(), random_map(2, 23, 31)

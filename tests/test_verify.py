@@ -152,6 +152,7 @@ TRAININGS = [
 ]
 
 
+@pytest.mark.skipif(not hasattr(torch.amp, 'GradScaler'), reason='this torch scales no gradients on a CPU')
 @pytest.mark.parametrize(('name', 'preset', 'amp'), TRAININGS)
 def test_training_is_bit_for_bit_that_without(name, preset, amp):
     """Ten steps use accumulation, a moving average, a hook that keeps features, autocast and a gradient scaler."""

@@ -14,6 +14,8 @@ from mmengine.model.utils import _BatchNormXd
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 
+from ..adapters.predicate import is_hooked_globally
+
 __all__ = [
     'CannotCopy',
     'NoUpdate',
@@ -44,7 +46,7 @@ def hookless_copy(model: nn.Module) -> nn.Module:
         CannotCopy: If parameters are sharded, hooks of all modules are set, or a module's forward is a function that
             may refer to the original.
     """
-    if nn.modules.module._has_any_global_hook():
+    if is_hooked_globally():
         raise CannotCopy(
             'hooks are registered for all modules; remove them for the first step (register_module_forward_hook)'
         )

@@ -85,7 +85,7 @@ class SignBits(NamedTuple):
             index = (((images * h + rows) * w + columns) * c)[:, None] + channels
         else:
             index = ((images * c)[:, None] + channels) * (h * w) + (rows * w + columns)[:, None]
-        return (self.packed[index // _BITS] >> (index % _BITS)).bitwise_and_(1).to(torch.bool)
+        return (self.packed[index // _BITS] >> (index % _BITS) & 1).to(torch.bool)
 
 
 @functools.lru_cache(maxsize=8)
