@@ -48,8 +48,7 @@ class _Buffer:
         return now is not self.tensor or now._version != self.version
 
 
-def _buffers(module: nn.Module) -> list[_Buffer]:
-    parts = submodules([module])
+def _buffers(parts: Sequence[nn.Module]) -> list[_Buffer]:
     return [_Buffer(part, name) for part in parts for name, tensor in part._buffers.items() if tensor is not None]
 
 
@@ -68,7 +67,7 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
         >>> with keep_buffers(model):
         ...     model(images)  # running statistics stay as they are
     """
-    before, copies = _buffers(module), {}
+    before, copies = _buffers(submodules([module])), {}
     start = {(id(b.module), b.name): b.value for b in values}
     for buffer in before:
         if id(buffer.tensor) not in copies:  # several modules may share one
@@ -151,7 +150,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     leaves, structure = args, None
     if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
         leaves, structure = tree_flatten((args, kwargs))
-    started = state = None
+    parts, started, state = submodules([module]), None, None
 
     def run(*leaves):
         nonlocal started, state
@@ -160,12 +159,12 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
             # A scope of its own, in which no outer maps are handed on.
             with state.restored(), keep_buffers(module, started), Scope():
                 return forward(*args, **kwargs)
-        buffers = [buffer for buffer in _buffers(module) if type(buffer.module) not in _NORMS]
+        buffers = [buffer for buffer in _buffers(parts) if type(buffer.module) not in _NORMS]
         for buffer in buffers:
             buffer.value = buffer.tensor.detach().clone()
         with Scope():  # maps that outer layers hand on would not be found by the recomputation
             out = forward(*args, **kwargs)
-        started, state = [buffer for buffer in buffers if buffer.changed], ModuleState([module])
+        started, state = [buffer for buffer in buffers if buffer.changed], ModuleState(parts)
         return out
 
     return cp.checkpoint(run, *leaves, use_reentrant=False)

@@ -128,7 +128,7 @@ def refuse_tracing(module: nn.Module, args) -> None:
     Raises:
         ValueError: If it is traced.
     """
-    if isinstance(args, Proxy) or (args and isinstance(args[0], Proxy)):
+    if type(args) is not tuple or (args and isinstance(args[0], Proxy)):
         raise ValueError(
             f'{type(module).__name__} was changed by LeanHook or apply_lean and cannot be traced by torch.fx. Leave '
             'out efficient_conv_bn_eval (LeanHook saves the same memory), or trace the model before it is changed'

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from unusual_models import MODELS, random_images
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.ops.common.module_state import ModuleState
+from sbp_mmdet.ops.common.module_state import ModuleState, submodules
 from sbp_mmdet.passes import of_known_library
 
 
@@ -203,7 +203,7 @@ def test_parameters_that_are_written_to_are_an_error(family):
 
 def test_state_is_restored_after_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    state, weight = ModuleState([model]), model[0].weight
+    state, weight = ModuleState(submodules([model])), model[0].weight
     model.eval()
     model[0].weight = new = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     handle = model[0].register_forward_hook(lambda *args: None)

@@ -61,7 +61,7 @@ class _Layers:
 
     def remember_state(self):
         """Remember the state of the modules, after a forward pass."""
-        self._state = ModuleState(self._modules)
+        self._state = ModuleState(submodules(self._modules))
 
     @contextlib.contextmanager
     def with_leaves(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -174,7 +174,7 @@ def differentiable_once(backward: Callable) -> Callable:
 
     @uncompiled
     def run(ctx, *grads):
-        if all([grad is None for grad in grads]):
+        if grads[0] is None and all([grad is None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -16,8 +17,10 @@ __all__ = ['ModuleState', 'replaced', 'submodules']
 
 # Attributes of a module that are dicts and change in place.
 _TENSORS = '_parameters', '_buffers'
-_OTHERS = '_modules', '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
-_DICTS = frozenset((*_TENSORS, *_OTHERS))
+_DICTS = *_TENSORS, '_modules', '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
+_PLAIN = frozenset((Tensor, nn.Parameter))  # tensors of other classes are left to those who made them
+_get_dicts = operator.itemgetter(*_DICTS)
+_get_requires_grad, _get_version = operator.attrgetter('requires_grad'), operator.attrgetter('_version')
 _ABSENT = object()
 
 
@@ -28,23 +31,42 @@ class ModuleState:
     Values of buffers are not part of the state either, only which tensors they are.
 
     Args:
-        modules (Iterable[nn.Module]): The modules; the state includes all modules inside of them.
+        modules (Iterable[nn.Module]): The modules, without those inside of them; see :func:`submodules`.
 
     Example:
-        >>> state = ModuleState([model.train()])
+        >>> state = ModuleState(submodules([model.train()]))
         >>> model.eval()
         >>> with state.restored():
         ...     assert model.training
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._of_modules, parameters = [], {}
-        for module in submodules(modules):
-            own = vars(module)
-            dicts = {name: dict(own[name]) for name in _DICTS}
-            self._of_modules.append((module, type(module), _attributes(own), dicts))
-            parameters.update((id(p), p) for p in own['_parameters'].values() if _is_plain(p))
-        self._parameters = [(p, p.requires_grad, _version(p)) for p in parameters.values() if p is not None]
+        # Checkpoints take a state in each forward pass, so this makes few calls.
+        self._modules = [*modules]
+        self._kinds, now = [*map(type, self._modules)], self._read_dicts()
+        self._dicts, self._items = [*map(dict, now)], _read_items(now)
+        parameters = chain(*[inner.values() for inner in now[len(self._modules) :: len(_DICTS)]])
+        self._parameters = [p for p in parameters if type(p) in _PLAIN]
+        self._needed, self._versions = self._read_parameters()
+
+    def _read_dicts(self):
+        """Return the attributes of each module, and then the dicts among them, those with its parameters first."""
+        owns = [*map(vars, self._modules)]
+        return [*owns, *chain.from_iterable(map(_get_dicts, owns))]
+
+    def _read_parameters(self):
+        needed = [*map(_get_requires_grad, self._parameters)]
+        try:
+            return needed, [*map(_get_version, self._parameters)]
+        except RuntimeError:  # parameters that were made in inference mode have no versions
+            return needed, [None if p.is_inference() else p._version for p in self._parameters]
+
+    def _is_present(self):
+        """Return whether the modules are as they were."""
+        if [*map(type, self._modules)] != self._kinds:
+            return False
+        (sizes, values), (before, known) = _read_items(self._read_dicts()), self._items
+        return sizes == before and all(map(operator.is_, values, known))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -55,29 +77,44 @@ class ModuleState:
         """
         undo = []
         try:
-            for p, needed, version in self._parameters:
-                if _version(p) != version:
-                    raise RuntimeError(
-                        f'a parameter of shape {tuple(p.shape)} was modified in place between the forward pass and its '
-                        'recomputation in the backward pass; call backward() before the optimizer steps'
-                    )
-                if p.requires_grad != needed:
-                    undo.append(functools.partial(p.requires_grad_, p.requires_grad))
-                    p.requires_grad_(needed)
-            for module, kind, attributes, dicts in self._of_modules:
-                if type(module) is not kind:
-                    undo.append(functools.partial(setattr, module, '__class__', type(module)))
-                    module.__class__ = kind
-                own = vars(module)
-                undo += _put_back(own, _attributes(own), attributes)
-                for name in _OTHERS:
-                    undo += _put_back(own[name], own[name], dicts[name])
-                for name in _TENSORS:  # FSDP takes parameters away and puts them back itself
-                    undo += _put_back(own[name], own[name], dicts[name], own[name].keys() & dicts[name].keys())
+            needed, versions = self._read_parameters()
+            if versions != self._versions:
+                written = zip(self._parameters, versions, self._versions, strict=True)
+                shape = next(tuple(p.shape) for p, now, before in written if now != before)
+                raise RuntimeError(
+                    f'a parameter of shape {shape} was modified in place between the forward pass and its '
+                    'recomputation in the backward pass; call backward() before the optimizer steps'
+                )
+            if needed != self._needed:
+                for p, before, now in zip(self._parameters, self._needed, needed, strict=True):
+                    undo.append(functools.partial(p.requires_grad_, now))
+                    p.requires_grad_(before)
+            if not self._is_present():
+                self._restore_modules(undo)
             yield
         finally:
             for step in undo:
                 step()
+
+    def _restore_modules(self, undo):
+        """Put classes and attributes back, and add the calls that undo it to a list."""
+        number = len(self._modules)
+        inner = iter(self._dicts[number:])
+        for module, kind, attributes in zip(self._modules, self._kinds, self._dicts[:number], strict=True):
+            if type(module) is not kind:
+                undo.append(functools.partial(setattr, module, '__class__', type(module)))
+                module.__class__ = kind
+            own = vars(module)
+            undo += _put_back(own, _attributes(own), _attributes(attributes))
+            for name, before in zip(_DICTS, inner):  # noqa: B905  each module takes its dicts from the iterator
+                # FSDP takes parameters away and puts them back itself.
+                keys = own[name].keys() & before.keys() if name in _TENSORS else None
+                undo += _put_back(own[name], own[name], before, keys)
+
+
+def _read_items(dicts):
+    """Return the number of items of each dict, and the values of all of them."""
+    return [*map(len, dicts)], [*chain.from_iterable(map(dict.values, dicts))]
 
 
 @contextlib.contextmanager
@@ -107,22 +144,15 @@ def submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     found = dict.fromkeys(modules)
     left = [*found]
     for module in left:  # nn.Module.modules makes a generator for each level
-        new = [child for child in module._modules.values() if child is not None and child not in found]
-        found.update(dict.fromkeys(new))
-        left += new
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                left.append(child)
     return left
 
 
 def _attributes(own):
     return {key: x for key, x in own.items() if key not in _DICTS and not isinstance(x, Tensor)}
-
-
-def _is_plain(x):
-    return x is None or type(x) in (Tensor, nn.Parameter)
-
-
-def _version(tensor):
-    return None if tensor.is_inference() else tensor._version
 
 
 def _put_back(mapping, now, before, keys=None):
@@ -139,7 +169,7 @@ def _put_back(mapping, now, before, keys=None):
     undo, now = [], dict(now)
     for key in dict.fromkeys((*now, *before)) if keys is None else keys:
         new, old = now.get(key, _ABSENT), before.get(key, _ABSENT)
-        is_special = any(isinstance(x, Tensor) and not _is_plain(x) for x in (new, old))
+        is_special = any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (new, old))
         if new is not old and not is_special:
             _put(mapping, key, old)
             undo.append(functools.partial(_put, mapping, key, new))

@@ -316,12 +316,14 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stor
     Returns:
         Stored: The saved form.
     """
-    if storage == 'native' or not x.numel():
+    size = x.numel()
+    if storage == 'native' or not size:
         return Stored(x)
+    images = x.shape[0]
     scale = cast(_magnitude(x, positions), accumulator(x)) / 127
     divisor = scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    together = max(_ROUNDED * len(x) // x.numel(), 1)  # images
-    if together >= len(x):
+    together = max(_ROUNDED * images // size, 1)
+    if together >= images:
         values = _rounded(x, divisor).to(torch.int8)
     else:
         values = torch.empty_like(x, dtype=torch.int8)
