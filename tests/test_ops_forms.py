@@ -30,8 +30,9 @@ from ops_cases import (
 from oracles import assert_near, relative_error
 
 from sbp_mmdet.ops.attention_reference import _attend
-from sbp_mmdet.ops.common import precision as precision
+from sbp_mmdet.ops.common import precision
 from sbp_mmdet.ops.common.flash import attend
+from sbp_mmdet.ops.common.kept_maps import keep
 from sbp_mmdet.ops.common.precision import store
 from sbp_mmdet.ops.common.rerun_conv import convolve
 from sbp_mmdet.stochastic_backprop.masks import sample_mask
@@ -180,10 +181,10 @@ def test_norm_of_a_rounded_input(dtype):
     assert_near(actual, expected, 1e-2 if dtype else 1e-10)
 
 
-def test_rounding(monkeypatch):
+def test_rounding():
     """Values are rounded to the nearest of 255 steps of their image and channel.
 
-    Images may be rounded together or one by one. Zeros stay zeros, and values that are not finite stay so.
+    Zeros stay zeros, and values that are not finite stay so.
     """
     x = torch.randn(3, 5, 3, 4, dtype=torch.float64) * torch.tensor([1e-6, 1.0, 1e4, 0.0, 1.0])[:, None, None]
     x[0, 4, 1, 1], x[1, 4, 0, 0] = torch.inf, torch.nan
@@ -193,9 +194,28 @@ def test_rounding(monkeypatch):
     assert relative_error(loaded[:, finite].abs().amax((2, 3)), x[:, finite].abs().amax((2, 3))) < 1e-12
     assert not loaded[:2, 4].isfinite().any(1).any()
     assert store(x[:0], 'int8', (2, 3)).load(torch.float64).shape == (0, 5, 3, 4)
-    monkeypatch.setattr(precision, '_ROUNDED', 1)
-    one_by_one = store(x, 'int8', (2, 3)).load(torch.float64)
-    torch.testing.assert_close(one_by_one, loaded, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    'save',
+    [
+        lambda x: store(x, 'int8', (2, 3)),
+        lambda x: keep(x, 'int8'),
+        lambda x: keep(x, 'int8', 0.5),
+        lambda x: keep(x.relu(), 'int8', positive=True),
+    ],
+    ids=['rows', 'map', 'threshold', 'positive'],
+)
+def test_rounding_in_parts_changes_nothing(monkeypatch, save, layout):
+    x = torch.randn(3, 5, 8, 9).to(memory_format=layout)
+    x[1, 2, 3, 4] = torch.nan
+    whole = save(x)
+    for most in (1, 40, 150, 1000):  # elements: positions, rows or channels, images
+        monkeypatch.setattr(precision, '_ROUNDED_ON_CPU', most)
+        part = save(x)
+        assert part.values.stride() == whole.values.stride()
+        torch.testing.assert_close(part.values, whole.values, rtol=0, atol=0)
 
 
 # Stored bytes: x-hat and 1 / deviation of the kept rows. There are N = 2 images; 12 of 30 positions are kept.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
-from .precision import FEW, accumulator, cast
+from .precision import FEW, accumulator, cast, round_in_parts
 from .uncompiled import uncompiled
 
 __all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 DEEPEST = 3  # largest number of maps that are added up in the backward pass; a sum of more maps is saved itself
 
+_ROUNDED = 2**24  # elements that are rounded at a time: their copy in full precision takes 64 MB
 _LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
-_PART = 2**24  # most elements that are rounded at a time: their copy in full precision takes 64 MB
 _GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
 
@@ -247,14 +247,14 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         # (0, max] has 252 steps, which are kept as -126 ... 125 and read as (n + 126.5) * unit, the middle of each.
         unit = x.amax((2, 3), keepdim=True).to(full) / 252
         scale = unit.clamp_min(torch.finfo(full).tiny)
-        return KeptMap(_in_parts(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
+        return KeptMap(_rounded(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
     groups = _in_groups(x, _groups(x))
     low, high = _limits(groups, full)
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if threshold is None:
         # n = round((x - low) / unit) - 127 in [-127, 125], read as n * unit + low + 127 * unit.
-        steps = _in_parts(lambda *part: _scaled(*part).round_(), groups, rate, -127 - low * rate)
+        steps = _rounded(lambda *part: _scaled(*part).round_(), groups, rate, -127 - low * rate)
         base = torch.add(low, unit, alpha=127)
     else:
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
@@ -266,7 +266,7 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         threshold = threshold.clamp(low - unit, high)
         lowest = ((low - threshold) * rate).floor_()
         numbers = rate, -threshold * rate, lowest + 127
-        steps = _in_parts(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
+        steps = _rounded(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
         base = threshold + (lowest + 126.5) * unit
     if unit.dim() == 5:
         unit, base = unit.squeeze(4), base.squeeze(4)
@@ -281,18 +281,8 @@ def _in_groups(x, number):
     return x.view(n, channels, number, height // number, width)
 
 
-def _in_parts(compute, x, *numbers):
-    """Return ``compute(x, *numbers)`` as eight-bit integers, for some images and channels of a large map at a time."""
-    if x.numel() <= _PART:
-        return compute(x, *numbers).to(torch.int8)
-    out = torch.empty_like(x, dtype=torch.int8)
-    channels = max(_PART // max(x[0, 0].numel(), 1), 1)
-    images = max(_PART // x[0].numel(), 1)
-    for n in range(0, len(x), images):
-        for c in range(0, x.shape[1], channels):
-            part = slice(n, n + images), slice(c, c + channels)
-            out[part].copy_(compute(*(tensor[part] for tensor in (x, *numbers))))
-    return out
+def _rounded(compute, x, *numbers):
+    return round_in_parts(compute, x, *numbers, most=_ROUNDED)
 
 
 def _limits(groups, dtype):
