@@ -54,7 +54,7 @@ class DrawsInPasses(Mixin):
         refuse_tracing(self, args)
         return self._draw_in_pass(super().forward, args, kwargs)
 
-    @torch.compiler.disable(recursive=False)
+    @functools.partial(uncompiled, recursive=False)
     def _draw_in_pass(self, forward, args, kwargs):
         if not (self.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -103,7 +103,7 @@ class HandingOn(Mixin):
         refuse_tracing(self, args)
         return self._hand_on_maps(super().forward, args, kwargs)
 
-    @torch.compiler.disable(recursive=False)
+    @functools.partial(uncompiled, recursive=False)
     def _hand_on_maps(self, forward, args, kwargs):
         if scope_is_open() or not torch.is_grad_enabled() or not is_known_inside(self):
             return forward(*args, **kwargs)

@@ -115,16 +115,14 @@ FAULTS = {
     ),
     'norm: deviation': Fault('common.folding:normalise_backward', 'dx.mul_(rstd)', 'dx', 'Swin'),
     'fixed norm: epsilon': Fault(
-        'common.map_norms:factors_of_fixed',
-        '[layers[i][0].eps for i in fixed]',
-        '[0.0 for i in fixed]',
+        'common.fixed_norms:_factors',
+        '[s.eps for s, _ in layers]',
+        '[0.0 for _ in layers]',
         'ResNet with small variances',
     ),
-    'fixed norm: mean': Fault(
-        'common.map_norms:shifts_of_fixed', 'view(-1), value=-1)', 'view(-1), value=0)', 'ResNet'
-    ),
+    'fixed norm: mean': Fault('common.fixed_norms:_shift', 'scale, value=-1)', 'scale, value=0)', 'ResNet'),
     'fixed norm: gradient': Fault(
-        'common.map_norms:gradients_of_fixed', 'centres, value=-1)', 'centres, value=0)', 'ResNet'
+        'common.fixed_norms:gradients_of_fixed', 'centres, value=-1)', 'centres, value=0)', 'ResNet'
     ),
     # Global response normalisation.
     'GRN: mean of the norms': Fault(

@@ -16,21 +16,10 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import KeptMap, addend, keep, kept
-from .common.map_norms import (
-    Factors,
-    FixedGradients,
-    Statistics,
-    affine_of_norm,
-    factors_of_fixed,
-    gradients_of_fixed,
-    normalise,
-    normalise_backward,
-    parts_in_half,
-    shifts_of_fixed,
-    zero_of,
-)
+from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
 from .common.precision import accumulator, cast, multiplied
 
 __all__ = [
@@ -209,8 +198,9 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     source = kept(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
     folded = folds(s, t, x)
-    (factors,) = all_factors = factors_of_fixed([(s, t)]) if folded or any(needs) else (None,)
-    z = convolve(s, t, x, factors.column, *shifts_of_fixed([(s, t)], all_factors)) if folded else convolve(s, t, x)
+    norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
+    z = convolve(s, t, x, *norms.folded(0)) if folded else convolve(s, t, x)
+    factors = norms.factors if norms and (folded or any(needs)) else None
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = normalise(s, t, z)
@@ -334,11 +324,12 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         x = grad.new_empty(1).expand(*images, height + top + bottom, width + left + right)
     else:
         x = _bordered(s, saved.input.load(s.dtype))
-    parts = None
-    if s.norm == 'fixed' and s.dtype == torch.float16:
-        (parts,) = parts_in_half([saved.factors])
-    dx, own = convolve_backward(s, saved.tensors, saved.factors, parts, x, grad, needs)
-    of_tensors |= gradients_of_fixed([own])[0] if s.norm == 'fixed' else own
+    norms = parts = None
+    if s.norm == 'fixed':
+        norms = FixedNorms([(s, saved.tensors)], saved.factors)
+        (parts,) = parts_in_half([norms.column(0)]) if s.dtype == torch.float16 else (None,)
+    dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
+    of_tensors |= own if norms is None else gradients_of_fixed([own], norms)[0]
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
 
 
@@ -347,7 +338,7 @@ def _bordered(s, x, sign=1):
     return F.pad(x, [sign * n for n in s.border]) if any(s.border) else x
 
 
-def convolve_backward(s, t, factors, parts, x, grad, needs):
+def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     """Compute the backward pass of a convolution and of the fixed norm that is folded into it.
 
     With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
@@ -359,22 +350,24 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
     Args:
         s (ConvNormSettings): Settings.
         t (ConvNormTensors): Parameters and buffers.
-        factors (Factors | None): Those of a fixed norm.
-        parts (tuple[Tensor, Tensor] | None): Those of :func:`.parts_in_half`, in fp16. If ``None``, 1 and k.
         x (Tensor): The input. Its values are not read if no gradient of a weight is needed.
         grad (Tensor): Gradient of the output.
         needs (ConvNormGradients): Which gradients are needed.
+        norms (FixedNorms | None): Fixed norms. If ``None``, the norm of the layer is none of them. Default: None.
+        number (int): Number of the layer among them. Default: 0.
+        parts (tuple[Tensor, Tensor] | None): Those of :func:`.parts_in_half`, in fp16. If ``None``, 1 and k. Default:
+            None.
 
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.
         With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
-    fixed, grad = factors is not None, cast(grad, s.dtype)
+    fixed, grad = norms is not None, cast(grad, s.dtype)
     needs_weight = weight_needed(s, needs)
     # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
-    factor, column = parts or (None, factors.column if fixed else None)
+    factor, column = parts or (None, norms.column(number) if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
     weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype is accumulator(grad)  # with the weight's gradient, in one pass
@@ -384,12 +377,16 @@ def convolve_backward(s, t, factors, parts, x, grad, needs):
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     if fixed:
-        products = None
+        products = bias = None
         if needs.norm_weight:  # a product of two precisions is in the higher one, without a copy
             products = (dweight * t.weight).sum((1, 2, 3), dtype=dbias.dtype)
-        if needs.weight:
-            dweight = dweight.mul_(column) if dweight.dtype is column.dtype else dweight * column
-        return dx, FixedGradients(t, factors, needs, dweight, products, dbias, factor)
+        if needs.bias:
+            bias = dbias * norms.column(number).view(-1)
+        if not needs.weight:
+            dweight = column = None
+        elif dweight.dtype is not column.dtype:
+            dweight, column = dweight * column, None
+        return dx, FixedGradients(t, needs, number, dweight, column, bias, products, dbias, factor)
     gradients = {'weight': cast(dweight, t.weight.dtype)} if needs.weight else {}
     if needs.bias:
         gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)

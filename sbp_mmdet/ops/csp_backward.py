@@ -89,7 +89,7 @@ class CSPBackward:
             dx, dgate = self._whole_backward(grad)
         else:
             dx = self._blocks_backward(None, grad)
-        return dx, [*dgate, *parameter_gradients(self.found)]
+        return dx, [*dgate, *parameter_gradients(self.members, self.found)]
 
     def _load_source(self, like):
         """Return the input of the first layers, or one number for all of it if its values are not read."""

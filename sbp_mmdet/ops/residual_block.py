@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
+from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
-from .common.map_norms import FixedGradients, affine_of_norm, zero_of
+from .common.map_norms import affine_of_norm, zero_of
 from .common.sign_bits import SignBits
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
 from .residual_layer import KeptLayer, Layer, layer_backward, layers_of_pass, rerun_layer, run_layer

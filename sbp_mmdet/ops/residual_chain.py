@@ -155,7 +155,7 @@ class _Chain(torch.autograd.Function):
             grads = [output.activation_backward(cast(grad, blocks[0].layers[0].dtype))]
             del output
             dx, gradients = _backward(blocks, members, source, saved, grads, needs, ctx.needs_input_grad[2])
-            gradients = parameter_gradients(gradients)
+            gradients = parameter_gradients(members[0].layers, gradients)
         return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *gradients
 
 

@@ -6,26 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .common.fixed_norms import FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
 from .common.kept_maps import affine
-from .common.map_norms import (
-    Factors,
-    FixedGradients,
-    Statistics,
-    affine_of_norm,
-    centred,
-    factors_of_fixed,
-    gradients_of_fixed,
-    normalise,
-    normalise_backward,
-    parts_in_half,
-    shifts_of_fixed,
-)
+from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
 
 __all__ = [
     'PARAMETERS',
-    'FixedNorms',
     'KeptLayer',
     'Layer',
     'affines_of_norms',
@@ -63,7 +51,7 @@ class Layer(NamedTuple):
 
     s: ConvNormSettings
     t: ConvNormTensors
-    norms: 'FixedNorms'
+    norms: FixedNorms
     number: int
     parts: tuple[Tensor, Tensor] | None
 
@@ -77,38 +65,6 @@ class Layer(NamedTuple):
         return convolve(s, t, x, *norms.folded(number)) if s.norm == 'fixed' and folds(s, t, x) else convolve(s, t, x)
 
 
-class FixedNorms:
-    """Factors and shifts of the fixed norms of all layers in a pass, computed together when the first layer asks.
-
-    Args:
-        layers (list[tuple]): Settings and tensors of each layer.
-    """
-
-    def __init__(self, layers: list[tuple]):
-        self._layers, self._factors, self._shifts = layers, None, None
-
-    def factors(self, number: int) -> Factors | None:
-        """Return the factors of a layer, ``None`` if its norm is of another kind.
-
-        Args:
-            number (int): Number of the layer.
-        """
-        if self._factors is None:
-            self._factors = factors_of_fixed(self._layers)
-        return self._factors[number]
-
-    def folded(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return what the norm of a layer multiplies the convolution's weight by, and the bias of that convolution.
-
-        Args:
-            number (int): Number of the layer.
-        """
-        column = self.factors(number).column
-        if self._shifts is None:
-            self._shifts = shifts_of_fixed(self._layers, self._factors)
-        return column, self._shifts[number]
-
-
 def layers_of_pass(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], backward: bool = False) -> list[Layer]:
     """Return the layers of a forward or backward pass.
 
@@ -116,16 +72,15 @@ def layers_of_pass(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], ba
         pairs (Sequence[tuple[ConvNormSettings, ConvNormTensors]]): Settings and tensors of each layer.
         backward (bool): Whether it is a backward pass. Default: False.
     """
-    norms, parts, dtype = FixedNorms(pairs), [None] * len(pairs), pairs[0][0].dtype
-    if backward and dtype is torch.float16:
-        fixed = [i for i, (s, _) in enumerate(pairs) if s.norm == 'fixed']
-        for i, factors in zip(fixed, parts_in_half([norms.factors(i) for i in fixed]) if fixed else (), strict=True):
-            parts[i] = factors
+    norms, parts, dtype = FixedNorms(pairs), {}, pairs[0][0].dtype
+    if backward and dtype is torch.float16 and norms.numbers:
+        columns = [norms.column(i) for i in norms.numbers]
+        parts = dict(zip(norms.numbers, parts_in_half(columns), strict=True))
     if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
         pairs = [(s, t._replace(weight=weight)) for (s, t), weight in zip(pairs, weights, strict=True)]
-    return [Layer(s, t, norms, i, parts[i]) for i, (s, t) in enumerate(pairs)]
+    return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
 
 
 _NOTHING = KeptLayer(None, None)
@@ -183,9 +138,9 @@ def layer_backward(
     s, t, norms, number, parts = member
     needs = ConvNormGradients(needs_x, *needs, False)
     if layer.statistics is None:
-        return convolve_backward(s, t, norms.factors(number), parts, x, grad, needs)
+        return convolve_backward(s, t, x, grad, needs, norms if s.norm == 'fixed' else None, number, parts)
     grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
-    dx, gradients = convolve_backward(s, t, None, None, x, grad, needs)
+    dx, gradients = convolve_backward(s, t, x, grad, needs)
     return dx, dict(gradients, norm_weight=weight, norm_bias=bias)
 
 
@@ -193,15 +148,18 @@ def layer_backward(
 PARAMETERS = ConvNormGradients._fields[1:-1]
 
 
-def parameter_gradients(layers: list[FixedGradients | dict]) -> list[Tensor | None]:
+def parameter_gradients(members: list[Layer], layers: list[FixedGradients | dict]) -> list[Tensor | None]:
     """Return the gradients of weight, bias, norm weight and norm bias of each layer, one layer after the other.
 
     Args:
+        members (list[Layer]): The layers.
         layers (list[FixedGradients | dict]): What :func:`layer_backward` has found for each layer.
     """
     fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
-    for i, gradients in zip(fixed, gradients_of_fixed([layers[i] for i in fixed]), strict=True):
-        layers[i] = gradients
+    if fixed:
+        gradients = gradients_of_fixed([layers[i] for i in fixed], members[0].norms)
+        for i, own in zip(fixed, gradients, strict=True):
+            layers[i] = own
     return [layer.get(name) for layer in layers for name in PARAMETERS]
 
 

@@ -17,6 +17,7 @@ from mmengine.logging import MessageHub
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from ..ops.common.uncompiled import uncompiled
 from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks, token_positions
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class TokenDraws:
         """See :meth:`ThinnedStages.is_random`."""
         return True
 
-    @torch.compiler.disable
+    @uncompiled
     def positions(self, sizes: list[tuple[int, int]], device: torch.device) -> Positions:
         """Draw the positions of the next pass.
 
@@ -239,7 +240,7 @@ class StepDraws:
 
         return run_within
 
-    @torch.compiler.disable
+    @uncompiled
     def positions(self, layer: tuple, length: int, class_tokens: bool = False) -> Positions | None:
         """Return the kept and dropped positions of a layer in this pass.
 
@@ -266,7 +267,7 @@ class StepDraws:
         before = length - len(drawn.keep) - len(drawn.drop)
         return self._open.once((ratio, device, size, stage, before), lambda: token_positions(drawn, before))
 
-    @torch.compiler.disable
+    @uncompiled
     def heads(self, layer: tuple) -> Tensor | None:
         """Return the attention heads of a layer that send gradients: int64, sorted, or ``None`` for all of them.
 
@@ -282,7 +283,7 @@ class StepDraws:
         self._refuse_outside(layer, 'attention heads')
         return self._open.once('heads', lambda: self._heads(ratios))[layer]
 
-    @torch.compiler.disable
+    @uncompiled
     def images(self, branch: tuple, number: int) -> Tensor | None:
         """Return the images of a batch that run a branch.
 

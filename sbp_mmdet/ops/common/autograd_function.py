@@ -336,46 +336,60 @@ def gradients_of(tensors: type, *others: str) -> type:
     return namedtuple(tensors.__name__.replace('Tensors', 'Gradients'), names, defaults=[None] * len(names))
 
 
-_SLOT = object()  # stands where a tensor was
+class _Kinds(dict):
+    """For classes of what operations save: ``Tensor``, ``tuple``, or ``None`` for all other values.
+
+    A look-up takes a quarter of the time of ``isinstance``.
+    """
+
+    def __missing__(self, kind):
+        self[kind] = next((known for known in (Tensor, tuple) if issubclass(kind, known)), None)
+        return self[kind]
 
 
-def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list]:
+_kinds = _Kinds()
+
+
+def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list, list]:
     """Append the tensors in a nested tuple to a list.
 
     Args:
-        value (tuple): Tensors, other values, and tuples and NamedTuples of them. ``torch.Size`` counts as a value.
+        value (tuple): Tensors, other values, and tuples and NamedTuples of them.
         found (list[Tensor]): List that the tensors are appended to.
 
     Returns:
-        tuple[type, list]: The structure without tensors, for :func:`put_tensors_back`.
+        tuple[type, list, list]: The structure without tensors, for :func:`put_tensors_back`: class of the tuple, its
+        other members, and the indices of those that were taken out, with the structures of tuples.
     """
-    members = [*value]
+    members, places = [*value], []
     for i, member in enumerate(members):
-        if member is None:
+        kind = _kinds[type(member)]
+        if kind is None:
             continue
-        if isinstance(member, Tensor):
+        if kind is Tensor:
             found.append(member)
-            members[i] = _SLOT
-        elif isinstance(member, tuple) and type(member) is not torch.Size:
-            members[i] = take_tensors_out(member, found)
-    return type(value), members
+            inside = None
+        else:
+            inside = take_tensors_out(member, found)
+            if not inside[2]:
+                continue
+        members[i] = None
+        places.append((i, inside))
+    return type(value), members, places
 
 
-def put_tensors_back(structure: tuple[type, list], tensors: Iterator[Tensor]) -> tuple:
+def put_tensors_back(structure: tuple[type, list, list], tensors: Iterator[Tensor]) -> tuple:
     """Reverse :func:`take_tensors_out`.
 
     Args:
-        structure (tuple[type, list]): Result of :func:`take_tensors_out`.
+        structure (tuple[type, list, list]): Result of :func:`take_tensors_out`.
         tensors (Iterator[Tensor]): The tensors in the order in which they were found.
 
     Returns:
         tuple: The nested tuple.
     """
-    kind, members = structure
-    restored = members.copy()
-    for i, member in enumerate(members):
-        if member is _SLOT:
-            restored[i] = next(tensors)
-        elif type(member) is tuple:
-            restored[i] = put_tensors_back(member, tensors)
-    return tuple.__new__(kind, restored)
+    kind, members, places = structure
+    members = [*members]
+    for i, inside in places:
+        members[i] = next(tensors) if inside is None else put_tensors_back(inside, tensors)
+    return tuple.__new__(kind, members)

@@ -1,10 +1,9 @@
-"""Norms of feature maps in the operation :mod:`..conv_norm_act`: forward and backward pass of each kind.
+"""Norms with statistics of the map in the operation :mod:`..conv_norm_act`: forward and backward pass of each kind.
 
-'fixed' is a batch norm in evaluation mode, a factor and a shift for each channel. 'batch' and 'group' normalise with
-statistics of the map; with a process group, those of all processes (SyncBN).
+'batch' is a batch norm in training mode; with a process group, its statistics are those of all processes (SyncBN).
+'group' is a group norm. Batch norms in evaluation mode are in :mod:`.fixed_norms`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,24 +14,15 @@ from .layouts import memory_format
 from .precision import accumulator, cast
 
 __all__ = [
-    'Factors',
-    'FixedGradients',
     'Statistics',
     'affine_of_norm',
     'centred',
-    'factors_of_fixed',
-    'gradients_of_fixed',
     'normalise',
     'normalise_backward',
-    'parts_in_half',
-    'shifts_of_fixed',
     'zero_of',
 ]
 
 aten = torch.ops.aten
-# Least factor of gradients in fp16, see `parts_in_half`: dW' may be 128 times as large as fp16's numbers then, and
-# gradients of 1e-5 still have digits.
-_LEAST_FACTOR = 2.0**-7
 
 
 class Statistics(NamedTuple):
@@ -40,176 +30,6 @@ class Statistics(NamedTuple):
 
     mean: Tensor
     rstd: Tensor
-
-
-# Fixed norms: batch norm in evaluation mode. With k = norm_weight * rstd and rstd = 1 / sqrt(running_var + eps), it is
-# y = k * (z - running_mean) + norm_bias. Numbers for each channel are small, so those of all layers of a chain are
-# computed in the same few calls.
-
-
-class Factors(NamedTuple):
-    """Factor and reciprocal deviation of a fixed norm, for each channel, in full precision.
-
-    Attributes:
-        column (Tensor): The factor, shape (D, 1, 1, 1), as convolutions' weights are multiplied with it.
-        rstd (Tensor): The reciprocal deviation, shape (D,).
-    """
-
-    column: Tensor
-    rstd: Tensor
-
-    @property
-    def scale(self) -> Tensor:
-        """The factor, shape (D,)."""
-        return self.column.view(-1)
-
-
-class FixedGradients(NamedTuple):
-    """Sums of a layer with a fixed norm, from which the gradients of its parameters follow.
-
-    Attributes:
-        t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
-        factors (Factors): Factors of the norm.
-        needs (NamedTuple): Which gradients are needed, by name.
-        weight (Tensor | None): Gradient of the convolution's weight.
-        products (Tensor | None): Sums of W * dW' * ``factor``, shape (D,), in full precision.
-        sums (Tensor | None): Sums of dy, shape (D,), in full precision.
-        factor (Tensor | None): Factor of dy in dW', shape (D,). If ``None``, 1.
-    """
-
-    t: NamedTuple
-    factors: Factors
-    needs: NamedTuple
-    weight: Tensor | None
-    products: Tensor | None
-    sums: Tensor | None
-    factor: Tensor | None
-
-
-def factors_of_fixed(layers: Sequence[tuple]) -> list[Factors | None]:
-    """Compute the factors of the fixed norms among some layers.
-
-    Args:
-        layers (Sequence[tuple]): Settings and tensors of each layer.
-
-    Returns:
-        list[Factors | None]: Factors of each layer, ``None`` for layers without a fixed norm.
-    """
-    fixed = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
-    all_factors = [None] * len(layers)
-    if not fixed:
-        return all_factors
-    given = [layers[i][1] for i in fixed]
-    variances = _joined([t.running_var for t in given])
-    epsilons = [layers[i][0].eps for i in fixed]
-    if len({*epsilons}) > 1:
-        epsilons = [variances.new_full(t.running_var.shape, eps) for t, eps in zip(given, epsilons, strict=True)]
-        rstd = variances + torch.cat(epsilons)
-    else:
-        rstd = cast(variances, accumulator(variances)) + epsilons[0]
-    rstd = rstd.rsqrt_()
-    scale = rstd
-    if any([t.norm_weight is not None for t in given]):
-        ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
-        scale = rstd * _joined(ones)
-    for i, *factors in zip(fixed, *_apart((scale.view(-1, 1, 1, 1), rstd), given), strict=True):
-        all_factors[i] = Factors(*factors)
-    return all_factors
-
-
-def shifts_of_fixed(layers: Sequence[tuple], factors: Sequence[Factors | None]) -> list[Tensor | None]:
-    """Return the shifts of the fixed norms among some layers, their convolutions' biases included.
-
-    Args:
-        layers (Sequence[tuple]): Settings and tensors of each layer.
-        factors (Sequence[Factors | None]): What :func:`factors_of_fixed` returned for them.
-    """
-    all_shifts = [None] * len(layers)
-    fixed = [i for i, own in enumerate(factors) if own is not None]
-    given = [layers[i][1] for i in fixed]
-    before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
-    means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
-    shift = torch.addcmul(before, means, _joined([factors[i].column for i in fixed]).view(-1), value=-1)
-    (shifts,) = _apart((shift,), given)
-    for i, own in zip(fixed, shifts, strict=True):
-        all_shifts[i] = own
-    return all_shifts
-
-
-def _joined(tensors):
-    """Return numbers for each channel of several layers, one layer behind the other."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _apart(joined, given):
-    """Reverse :func:`_joined` for several tensors."""
-    if len(given) == 1:
-        return [(x,) for x in joined]
-    sizes = [t.running_var.shape[0] for t in given]
-    return [torch.split_with_sizes(x, sizes) for x in joined]
-
-
-def parts_in_half(factors: Sequence[Factors]) -> list[tuple[Tensor, Tensor]]:
-    """Split the factors k of fixed norms into a factor of the output's gradient and a factor of the weight, for fp16.
-
-    With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW' does
-    not; and k W underflows where all k are small. So dy is multiplied by max(k, c) with a small constant c, and the
-    weight by k / max(k, c).
-
-    Args:
-        factors (Sequence[Factors]): Factors of the norms.
-
-    Returns:
-        list[tuple[Tensor, Tensor]]: Both factors of each norm, shapes (D,) and (D, 1, 1, 1).
-    """
-    columns = [f.column for f in factors]
-    large = torch._foreach_clamp_min(columns, _LEAST_FACTOR)
-    rest = torch._foreach_div(columns, large)
-    return [(factor.view(-1), column) for factor, column in zip(large, rest, strict=True)]
-
-
-def gradients_of_fixed(layers: Sequence[FixedGradients]) -> list[dict[str, Tensor]]:
-    """Compute the gradients of the parameters of convolutions with fixed norms.
-
-    Args:
-        layers (Sequence[FixedGradients]): Sums of each layer.
-
-    Returns:
-        list[dict[str, Tensor]]: For each layer, the needed gradients by name.
-    """
-    normed = [layer for layer in layers if layer.needs.norm_weight]
-    if normed:
-        # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
-        products = _joined([layer.products for layer in normed])
-        if normed[0].factor is not None:
-            products = products / _joined([layer.factor for layer in normed])
-        sums, centres = _joined([layer.sums for layer in normed]), _joined([*map(_centre, normed)])
-        products = torch.addcmul(products, sums, centres, value=-1).mul_(_joined([f.factors.rstd for f in normed]))
-        (products,) = _apart((products,), [layer.t for layer in normed])
-        products = iter(products)
-    gradients = []
-    for t, factors, needs, weight, _, sums, _ in layers:
-        own = {}
-        if needs.weight:
-            own['weight'] = cast(weight, t.weight.dtype)
-        if needs.bias:
-            own['bias'] = cast(sums * factors.scale, t.bias.dtype)
-        if needs.norm_weight:
-            own['norm_weight'] = cast(next(products), t.norm_weight.dtype)
-        if needs.norm_bias:
-            own['norm_bias'] = cast(sums, t.norm_bias.dtype)
-        gradients.append(own)
-    return gradients
-
-
-def _centre(layer):
-    """Return running_mean - bias, the mean of the convolution's output without bias, in the precision of the sums."""
-    t, dtype = layer.t, layer.sums.dtype
-    mean = cast(t.running_mean, dtype)
-    return mean if t.bias is None else mean - t.bias
-
-
-# Norms with statistics of the map: batch norm in training mode, SyncBN and group norm.
 
 
 def normalise(s, t, z):

@@ -14,19 +14,20 @@ except ImportError:  # old versions of torch
 __all__ = ['uncompiled']
 
 
-def uncompiled(function: Callable) -> Callable:
-    """Decorate a function that compilers skip, with everything that it calls.
+def uncompiled(function: Callable, recursive: bool = True) -> Callable:
+    """Decorate a function that compilers skip.
 
     It does what ``torch.compiler.disable`` does, whose wrapper calls ten functions at each call. Where no compiler is
     active in the thread, there is nothing to disable, and the function is called at once.
 
     Args:
         function (Callable): The function.
+        recursive (bool): Whether they also skip everything that it calls. Default: True.
 
     Returns:
         Callable: The decorated function.
     """
-    disabled = torch.compiler.disable(function)
+    disabled = torch.compiler.disable(function, recursive=recursive)
     if get_eval_frame_callback is None:
         return disabled
 

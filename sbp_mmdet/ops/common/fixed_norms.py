@@ -1,0 +1,216 @@
+"""Batch norms in evaluation mode, whose norm is 'fixed': a factor and a shift for each channel.
+
+With k = norm_weight * rstd and rstd = 1 / sqrt(running_var + eps), such a norm is
+
+    y = k * (z - running_mean) + norm_bias.
+
+Numbers for each channel are small, so those of all layers of a pass are computed in the same few calls.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .precision import accumulator, cast
+
+__all__ = ['Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'parts_in_half']
+
+# Least factor of gradients in fp16, see `parts_in_half`: dW' may be 128 times as large as fp16's numbers then, and
+# gradients of 1e-5 still have digits.
+_LEAST_FACTOR = 2.0**-7
+
+
+class Factors(NamedTuple):
+    """Factors k and reciprocal deviations of fixed norms, in full precision, one layer behind the other.
+
+    Attributes:
+        scale (Tensor): The factors, shape (D,) with the channels D of all layers.
+        rstd (Tensor): The reciprocal deviations, of the same shape.
+    """
+
+    scale: Tensor
+    rstd: Tensor
+
+
+class FixedGradients(NamedTuple):
+    """Sums of a layer with a fixed norm, from which the gradients of its parameters follow.
+
+    Attributes:
+        t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
+        needs (NamedTuple): Which gradients are needed, by name.
+        number (int): Number of the layer in its :class:`FixedNorms`.
+        weight (Tensor | None): Gradient of the convolution's weight, divided by ``column``.
+        column (Tensor | None): What it is to be multiplied by, shape (D, 1, 1, 1). If ``None``, 1.
+        bias (Tensor | None): Gradient of the convolution's bias, if it is needed.
+        products (Tensor | None): Sums of W * dW' * ``factor``, shape (D,), in full precision.
+        sums (Tensor | None): Sums of dy, shape (D,), in full precision.
+        factor (Tensor | None): Factor of dy in dW', shape (D,). If ``None``, 1.
+    """
+
+    t: NamedTuple
+    needs: NamedTuple
+    number: int
+    weight: Tensor | None
+    column: Tensor | None
+    bias: Tensor | None
+    products: Tensor | None
+    sums: Tensor | None
+    factor: Tensor | None
+
+
+class FixedNorms:
+    """Factors and shifts of the fixed norms of all layers in a pass, computed together when the first layer asks.
+
+    Args:
+        layers (Sequence[tuple]): Settings and tensors of each layer, with a fixed norm or another.
+        factors (Factors | None): Factors of all fixed norms, if they are known. Default: None.
+
+    Attributes:
+        numbers (list[int]): Numbers of the layers with a fixed norm.
+    """
+
+    def __init__(self, layers: Sequence[tuple], factors: Factors | None = None):
+        self.numbers = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
+        self._layers = [layers[i] for i in self.numbers]
+        self._factors, self._columns, self._shifts = factors, None, None
+
+    @property
+    def factors(self) -> Factors:
+        """Factors of all fixed norms."""
+        if self._factors is None:
+            self._factors = _factors(self._layers)
+        return self._factors
+
+    def column(self, number: int) -> Tensor:
+        """Return the factor of a layer as convolutions' weights are multiplied with it, shape (D, 1, 1, 1).
+
+        Args:
+            number (int): Number of the layer.
+        """
+        if self._columns is None:
+            self._columns = self._by_number(self.factors.scale.view(-1, 1, 1, 1))
+        return self._columns[number]
+
+    def folded(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return what the norm of a layer multiplies the convolution's weight by, and the bias of that convolution.
+
+        Args:
+            number (int): Number of the layer.
+        """
+        if self._shifts is None:
+            self._shifts = self._by_number(_shift([t for _, t in self._layers], self.factors.scale))
+        return self.column(number), self._shifts[number]
+
+    def rstd(self, numbers: list[int]) -> Tensor:
+        """Return the reciprocal deviations of some layers, one layer behind the other.
+
+        Args:
+            numbers (list[int]): Numbers of the layers in their order.
+        """
+        if len(numbers) == len(self.numbers):
+            return self.factors.rstd
+        parts = self._by_number(self.factors.rstd)
+        return _joined([parts[i] for i in numbers])
+
+    def _by_number(self, joined):
+        return dict(zip(self.numbers, _apart(joined, [t for _, t in self._layers]), strict=True))
+
+
+def _factors(layers):
+    given = [t for _, t in layers]
+    variances = _joined([t.running_var for t in given])
+    epsilons = [s.eps for s, _ in layers]
+    if len({*epsilons}) > 1:
+        epsilons = [variances.new_full(t.running_var.shape, eps) for t, eps in zip(given, epsilons, strict=True)]
+        rstd = variances + torch.cat(epsilons)
+    else:
+        rstd = cast(variances, accumulator(variances)) + epsilons[0]
+    rstd = rstd.rsqrt_()
+    weights = [t.norm_weight for t in given]
+    if None in weights:
+        if not any([weight is not None for weight in weights]):
+            return Factors(rstd, rstd)
+        weights = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
+    return Factors(rstd * _joined(weights), rstd)
+
+
+def _shift(given, scale):
+    """Return the shifts of fixed norms, their convolutions' biases included."""
+    before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
+    means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
+    return torch.addcmul(before, means, scale, value=-1)
+
+
+def _joined(tensors):
+    """Return numbers for each channel of several layers, one layer behind the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _apart(joined, given):
+    """Reverse :func:`_joined`."""
+    return (joined,) if len(given) == 1 else torch.split_with_sizes(joined, [t.running_var.shape[0] for t in given])
+
+
+def parts_in_half(columns: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Split the factors k of fixed norms into a factor of the output's gradient and a factor of the weight, for fp16.
+
+    With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW' does
+    not; and k W underflows where all k are small. So dy is multiplied by max(k, c) with a small constant c, and the
+    weight by k / max(k, c).
+
+    Args:
+        columns (Sequence[Tensor]): Factors of each norm, shape (D, 1, 1, 1).
+
+    Returns:
+        list[tuple[Tensor, Tensor]]: Both factors of each norm, shapes (D,) and (D, 1, 1, 1).
+    """
+    columns = [*columns]
+    large = torch._foreach_clamp_min(columns, _LEAST_FACTOR)
+    rest = torch._foreach_div(columns, large)
+    return [(factor.view(-1), column) for factor, column in zip(large, rest, strict=True)]
+
+
+def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> list[dict[str, Tensor]]:
+    """Compute the gradients of the parameters of convolutions with fixed norms.
+
+    Args:
+        layers (Sequence[FixedGradients]): Sums of each layer. Gradients of weights are multiplied in place.
+        norms (FixedNorms): Their norms.
+
+    Returns:
+        list[dict[str, Tensor]]: For each layer, the needed gradients by name.
+    """
+    if unscaled := [(layer.weight, layer.column) for layer in layers if layer.column is not None]:
+        torch._foreach_mul_(*map(list, zip(*unscaled, strict=True)))
+    normed = [layer for layer in layers if layer.needs.norm_weight]
+    if normed:
+        # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
+        products = _joined([layer.products for layer in normed])
+        if normed[0].factor is not None:
+            products = products / _joined([layer.factor for layer in normed])
+        sums, centres = _joined([layer.sums for layer in normed]), _joined([*map(_centre, normed)])
+        rstd = norms.rstd([layer.number for layer in normed])
+        products = torch.addcmul(products, sums, centres, value=-1).mul_(rstd)
+        products = iter(_apart(products, [layer.t for layer in normed]))
+    gradients = []
+    for t, needs, _, weight, _, bias, _, sums, _ in layers:
+        own = {}
+        if needs.weight:
+            own['weight'] = cast(weight, t.weight.dtype)
+        if needs.bias:
+            own['bias'] = cast(bias, t.bias.dtype)
+        if needs.norm_weight:
+            own['norm_weight'] = cast(next(products), t.norm_weight.dtype)
+        if needs.norm_bias:
+            own['norm_bias'] = cast(sums, t.norm_bias.dtype)
+        gradients.append(own)
+    return gradients
+
+
+def _centre(layer):
+    """Return running_mean - bias, the mean of the convolution's output without bias, in the precision of the sums."""
+    t, dtype = layer.t, layer.sums.dtype
+    mean = cast(t.running_mean, dtype)
+    return mean if t.bias is None else mean - t.bias
