@@ -105,10 +105,10 @@ FAULTS = {
         'channel_mlp_full:_Sums.__init__', 't.weight2 * self.gamma', 't.weight2', 'ConvNeXt'
     ),
     'MLP: statistics of the norm': Fault(
-        'channel_mlp_full:_Sums.add', 'mean, rstd, t.norm', 'mean, rstd / 2, t.norm', 'ViT'
+        'channel_mlp_full:_Sums._add_through_layers', 'mean, rstd, t.norm', 'mean, rstd / 2, t.norm', 'ViT'
     ),
     'MLP: hidden layer': Fault(
-        'channel_mlp_full:_Sums.add',
+        'channel_mlp_full:_Sums._add_through_layers',
         'F.gelu(drawn.of(hidden), approximate=approximate)',
         'F.relu(drawn.of(hidden))',
         'Swin',

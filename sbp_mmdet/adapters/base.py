@@ -34,6 +34,7 @@ from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
+from .parameters import trains
 from .predicate import derives_plainly
 from .row_draws import RowDraws
 
@@ -171,8 +172,7 @@ class LeanModule(Mixin):
         if bound.reference or not torch.is_grad_enabled() or runs_within_others():
             return False
         if not self.training:
-            frozen = self.folds_frozen_norms and not any(p.requires_grad for p in self.parameters())
-            if not frozen:
+            if not self.folds_frozen_norms or trains(self):
                 return False
         if not bound.bypassed.unchanged(self):
             bound = self._bind_anew()
@@ -305,7 +305,7 @@ class LeanModule(Mixin):
         """
         place = self._lean
         part, layer, draws = place.bound.parts[name], place.layer, place.draws
-        if draws is not None and part.thinned:
+        if draws is not None and part.thinned and place.settings.preset.thins:
             attention = place.settings.attention
             heads = part.by_heads and attention == 'head'
             length = part.length(x)

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -143,7 +144,7 @@ class _State(NamedTuple):
 def _parameters(owns):
     """Return the numbers of parameters of modules, given their attributes, and the parameters' classes and dtypes."""
     given = [own['_parameters'] for own in owns]
-    every = [parameter for parameters in given for parameter in parameters.values()]
+    every = [*itertools.chain.from_iterable(map(dict.values, given))]
     return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]
 
 

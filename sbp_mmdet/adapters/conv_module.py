@@ -99,7 +99,7 @@ class ConvNorm:
             tuple[ConvNormSettings, ConvNormTensors]: Settings and tensors.
         """
         conv, norm, act = self.modules
-        if counts and norm is not None:
+        if counts and norm is not None and norm.training:
             count_batches([norm])
         options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
         padding, border = _own_padding(x, conv) if self._adapts else (conv.padding, (0, 0, 0, 0))

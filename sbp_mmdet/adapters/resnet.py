@@ -11,6 +11,7 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding
 from .copies import original, problem_of_copy
+from .parameters import trains
 from .pooling import ConvPoolBinding
 from .predicate import unsupported
 from .resnet_chain import ResidualChainBinding, may_chain
@@ -210,7 +211,7 @@ class LeanResNet(_Convolutional):
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        return cls.is_stock(module) and not module.deep_stem and _trains(module.conv1, module.norm1)
+        return cls.is_stock(module) and not module.deep_stem and any(map(trains, (module.conv1, module.norm1)))
 
 
 def _pools(backbone):
@@ -243,8 +244,5 @@ class LeanHRNet(_Convolutional):
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        return cls.is_stock(module) and _trains(module.conv1, module.norm1, module.conv2, module.norm2)
-
-
-def _trains(*modules):
-    return any(p.requires_grad for module in modules for p in module.parameters())
+        stem = module.conv1, module.norm1, module.conv2, module.norm2
+        return cls.is_stock(module) and any(map(trains, stem))

@@ -12,7 +12,7 @@ from torch.nn.modules.utils import _pair
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.precision import autocast_dtype
-from ..ops.residual_block import AveragePool, BlockSettings, BlockTensors
+from ..ops.residual_block import AveragePool, BlockSettings
 from ..ops.residual_chain import residual_chain
 from ..surgery import stock_class
 from . import csp
@@ -57,9 +57,12 @@ class ResidualChainBinding(Binding):
         dtype, settings, tensors = autocast_dtype(x) or x.dtype, [], []
         for layers, shortcut, pools in self._members:
             own, given = zip(*[layer.inputs(form, None, dtype) for layer in layers], strict=True)
-            past, past_given = (None, None) if shortcut is None else shortcut.inputs(form, None, dtype)
+            tensors += given
+            past = None
+            if shortcut is not None:
+                past, given = shortcut.inputs(form, None, dtype)
+                tensors.append(given)
             settings.append(BlockSettings(own, past, *map(_settings_of_pool, pools)))
-            tensors.append(BlockTensors(given, past_given))
         return residual_chain(x, settings, tensors)
 
     @functools.cached_property

@@ -36,6 +36,7 @@ from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 __all__ = ['SavedInput', 'backward', 'forward', 'save', 'saves_input']
 
 aten = torch.ops.aten
+_LAYERS = 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2'
 _norm_backward = aten.native_layer_norm_backward.default
 
 
@@ -185,7 +186,8 @@ class _Sums:
         self.means = None, None
         self.gamma = None if t.gamma is None else t.gamma.unsqueeze(1)
         self.w2 = t.weight2 if t.gamma is None else t.weight2 * self.gamma
-        self.sums = {}  # by the name of the parameter whose gradient follows from it
+        # By the name of the parameter whose gradient follows from it: sums of outer products, and of vectors.
+        self.products, self.sums = dict(weight1=None, weight2=None), {}
 
     def activations(self, rows):
         """Compute the first layer's input and output for some rows, and the statistics of the norm."""
@@ -209,10 +211,18 @@ class _Sums:
         Returns:
             Tensor | None: Gradient of the norm's input, if it is needed.
         """
-        t, sums, approximate = self.t, self.sums, self.settings.approximate
-        self._add('bias2', grad.sum(0))
-        if not (self.outer or self.first):
-            return None
+        sums, dx = dict(bias2=grad.sum(0)), None
+        if self.outer or self.first:
+            dx = self._add_through_layers(grad, x, images, sums)
+        if self.sums:
+            torch._foreach_add_([self.sums[name] for name in sums], [*sums.values()])
+        else:
+            self.sums = sums
+        return dx
+
+    def _add_through_layers(self, grad, x, images, sums):
+        """Add rows to the sums of products, vectors into ``sums``, and return the gradient of the input."""
+        t, products, approximate = self.t, self.products, self.settings.approximate
         rows, hidden, mean, rstd = self.activations(x)
         if self.settings.form.sample and images and self.weights:
             chunk = some_rows(images, x.shape[0] // images)
@@ -220,39 +230,35 @@ class _Sums:
         drawn = draw(self.settings.form.sample, grad)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
-            sums['weight2'] = accumulate(sums.get('weight2'), drawn.divided(grad), centre_(active, self.means[1]))
+            products['weight2'] = accumulate(products['weight2'], drawn.divided(grad), centre_(active, self.means[1]))
             del active
         if not self.first:
             return None
         dh = torch.mm(grad, self.w2)
         dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
-        self._add('bias1', dh.sum(0))
+        sums['bias1'] = dh.sum(0)
         if self.needs.weight1:
-            sums['weight1'] = accumulate(sums.get('weight1'), drawn.divided(dh), centre_(drawn.of(rows), self.means[0]))
+            products['weight1'] = accumulate(
+                products['weight1'], drawn.divided(dh), centre_(drawn.of(rows), self.means[0])
+            )
         if not any(self.norm):
             return None
         dy = torch.mm(dh, t.weight1)
-        dx, nw, nb = _norm_backward(dy, x, x.shape[1:], mean, rstd, t.norm_weight, t.norm_bias, self.norm)
-        for name, part in (('norm_weight', nw), ('norm_bias', nb)):
+        dx, *norm = _norm_backward(dy, x, x.shape[1:], mean, rstd, t.norm_weight, t.norm_bias, self.norm)
+        for name, part in zip(('norm_weight', 'norm_bias'), norm, strict=True):
             if part is not None:
-                self._add(name, part)
+                sums[name] = part
         return dx
-
-    def _add(self, name, part):
-        total = self.sums.get(name)
-        self.sums[name] = part if total is None else total.add_(part)
-
-    def _get_sum(self, name):
-        total = self.sums.get(name)
-        return zeros_for(getattr(self.t, name)) if total is None else total
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
-        t, needs = self.t, self.needs
-        total, b1 = self._get_sum('bias2'), self._get_sum('bias1') if self.first else None
-        w1 = add_mean_term_(self._get_sum('weight1'), b1, self.means[0]) if needs.weight1 else None
-        outer = add_mean_term_(self._get_sum('weight2'), total, self.means[1]) if self.outer else None
-        norm = [self._get_sum(name) if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
+        t, needs, sums = self.t, self.needs, self.sums | self.products
+        if not self.sums:  # there were no rows
+            sums = {name: None if p is None else zeros_for(p) for name, p in zip(_LAYERS, t[2:8], strict=True)}
+        total, b1 = sums['bias2'], sums['bias1'] if self.first else None
+        w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if needs.weight1 else None
+        outer = add_mean_term_(sums['weight2'], total, self.means[1]) if self.outer else None
+        norm = [sums[name] if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
         if t.gamma is None:
             return [*norm, w1, b1, outer, total, None]
         bias2, gamma = total * t.gamma, None

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
+from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import KeptMap, addend, keep, kept
 from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
-from .common.precision import accumulator, cast, multiplied
+from .common.precision import FULL, accumulator, cast, multiplied
 
 __all__ = [
     'ConvNormGradients',
@@ -263,7 +263,7 @@ def folds(s, t, x) -> bool:
         t (ConvNormTensors): Parameters and buffers.
         x (Tensor): The input.
     """
-    if s.norm != 'fixed' or x.dtype is not accumulator(x):
+    if s.norm != 'fixed' or x.dtype not in FULL:
         return False
     n, _, height, width = x.shape
     weight = t.weight.shape
@@ -329,7 +329,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         norms = FixedNorms([(s, saved.tensors)], saved.factors)
         (parts,) = parts_in_half([norms.column(0)]) if s.dtype == torch.float16 else (None,)
     dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
-    of_tensors |= own if norms is None else gradients_of_fixed([own], norms)[0]
+    of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
 
 
@@ -370,7 +370,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     factor, column = parts or (None, norms.column(number) if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
     weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
-    sums = needs_bias and needs_weight and grad.dtype is accumulator(grad)  # with the weight's gradient, in one pass
+    sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, (0, 0), s.groups
     which, sizes = (needs.x, needs_weight, sums), weight.shape[:1] if sums else None
     dx, dweight, dbias = _convolution_backward(rows, x, weight, sizes, *geometry, which)
@@ -387,7 +387,9 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         elif dweight.dtype is not column.dtype:
             dweight, column = dweight * column, None
         return dx, FixedGradients(t, needs, number, dweight, column, bias, products, dbias, factor)
-    gradients = {'weight': cast(dweight, t.weight.dtype)} if needs.weight else {}
+    gradients = dict(NO_GRADIENTS)
+    if needs.weight:
+        gradients['weight'] = cast(dweight, t.weight.dtype)
     if needs.bias:
         gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
     return dx, gradients

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.fixed_norms import NO_GRADIENTS
 from .common.kept_maps import KeptCat, KeptMap, affine
 from .common.map_norms import Statistics
 from .common.precision import cast
@@ -72,7 +73,7 @@ class CSPBackward:
         self.settings, self.saved, self.gate, self.shape = settings, saved, gate, shape
         self.members = layers_of_pass([*zip(settings.layers, tensors, strict=True)], backward=True)
         self.dtype, self.needs, self.needs_gate = settings.layers[0].dtype, needs, others[1:]
-        self.found = [{}] * len(needs)
+        self.found = [NO_GRADIENTS] * len(needs)
         self.affines = None  # of all norms, if they are needed
         # Whether the input of each layer needs a gradient.
         self.before, first, needed = [], 2 if settings.whole else 1, others[0]

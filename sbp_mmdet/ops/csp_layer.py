@@ -196,7 +196,7 @@ class _Forward:
             self.maps[i] = keep(u, storage, 0 if act.jumps_at_zero else None)
             return act(u)
         threshold = None
-        if act.jumps_at_zero and storage != 'native':
+        if storage != 'native' and act.jumps_at_zero:
             scale, shift = affine_of_norm(member.s, member.t, statistics, z.shape[1])
             threshold = zero_of(scale, shift)
         self.maps[i] = keep(z, storage, threshold)

@@ -206,9 +206,11 @@ def _matrix(weight):
 
 def _layer(t):
     """Return weight, bias and affine part for :func:`fold`; the affine part is repeated for each pixel of a patch."""
-    pixels = t.weight[0, 0].numel()
-    bias = bias_or_zeros(t.weight, t.bias)
-    return _matrix(t.weight), bias, *(None if p is None else p.repeat(pixels) for p in (t.norm_weight, t.norm_bias))
+    norm, bias = (t.norm_weight, t.norm_bias), bias_or_zeros(t.weight, t.bias)
+    if t.weight.dim() == 2:
+        return t.weight, bias, *norm
+    pixels = t.weight.shape[2:].numel()
+    return _matrix(t.weight), bias, *[None if p is None else torch.cat([p] * pixels) for p in norm]
 
 
 _norm_linear = Operation('NormLinear', _forward, _backward, NormLinearGradients)

@@ -23,13 +23,13 @@ __all__ = [
     'RELU',
     'AveragePool',
     'BlockSettings',
-    'BlockTensors',
     'Inside',
     'KeptBlock',
     'Members',
     'block_backward',
     'members_of',
-    'pairs_of',
+    'of_blocks',
+    'settings_of_layers',
     'rerun_inside',
     'rerun_output',
     'run_block',
@@ -64,18 +64,6 @@ class BlockSettings:
     layers: tuple[ConvNormSettings, ...]
     shortcut: ConvNormSettings | None = None
     pool: AveragePool | None = None
-
-
-class BlockTensors(NamedTuple):
-    """Parameters and buffers of a block, whose fields ``x`` and ``residual`` are ``None``.
-
-    Attributes:
-        layers (tuple[ConvNormTensors, ...]): Parameters and buffers of the layers.
-        shortcut (ConvNormTensors | None): Parameters and buffers of the shortcut's layer. Default: None.
-    """
-
-    layers: tuple[ConvNormTensors, ...]
-    shortcut: ConvNormTensors | None = None
 
 
 class KeptBlock(NamedTuple):
@@ -119,33 +107,50 @@ class Inside(NamedTuple):
         return Inside([*others, self.inputs[-1]], [*others, self.outputs[-1]])
 
 
-def pairs_of(block: BlockSettings, t: BlockTensors) -> list[tuple[ConvNormSettings, ConvNormTensors]]:
-    """Return settings and tensors of a block's layers, the shortcut's last.
+def settings_of_layers(blocks: Sequence[BlockSettings]) -> list[ConvNormSettings]:
+    """Return the settings of all layers, block after block, with the shortcut's layer at the end of its block.
 
     Args:
-        block (BlockSettings): Settings of the block.
-        t (BlockTensors): Its parameters and buffers.
+        blocks (Sequence[BlockSettings]): Settings of each block.
     """
-    pairs = [*zip(block.layers, t.layers, strict=True)]
-    return pairs if block.shortcut is None else [*pairs, (block.shortcut, t.shortcut)]
+    settings = []
+    for block in blocks:
+        settings += block.layers
+        if block.shortcut is not None:
+            settings.append(block.shortcut)
+    return settings
+
+
+def of_blocks(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequence]:
+    """Cut a list with a value for each layer, in the order of :func:`settings_of_layers`, into those of each block.
+
+    Args:
+        blocks (Sequence[BlockSettings]): Settings of each block.
+        values (Sequence): The values.
+    """
+    parts, stop = [], 0
+    for block in blocks:
+        start, stop = stop, stop + len(block.layers) + (block.shortcut is not None)
+        parts.append(values[start:stop])
+    return parts
 
 
 def members_of(
-    blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors], backward: bool = False
+    blocks: Sequence[BlockSettings], tensors: Sequence[ConvNormTensors], backward: bool = False
 ) -> list[Members]:
     """Return the layers of each block.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of each block.
-        tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
+        tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, whose fields ``x`` and ``residual``
+            are ``None``, in the order of :func:`settings_of_layers`.
         backward (bool): Whether they are for a backward pass. Default: False.
     """
-    pairs = [pairs_of(*pair) for pair in zip(blocks, tensors, strict=True)]
-    layers, members = iter(layers_of_pass([pair for block in pairs for pair in block], backward)), []
-    for block, own in zip(blocks, pairs, strict=True):
-        own = [next(layers) for _ in own]
-        members.append(Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1]))
-    return members
+    layers = layers_of_pass([*zip(settings_of_layers(blocks), tensors, strict=True)], backward)
+    return [
+        Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1])
+        for block, own in zip(blocks, of_blocks(blocks, layers), strict=True)
+    ]
 
 
 def run_block(

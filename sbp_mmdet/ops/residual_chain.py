@@ -34,14 +34,14 @@ from .conv_norm_act import ConvNormTensors
 from .residual_block import (
     RELU,
     BlockSettings,
-    BlockTensors,
     KeptBlock,
     block_backward,
     members_of,
-    pairs_of,
+    of_blocks,
     rerun_inside,
     rerun_output,
     run_block,
+    settings_of_layers,
 )
 from .residual_layer import PARAMETERS, parameter_gradients
 
@@ -50,7 +50,7 @@ __all__ = ['residual_chain']
 aten = torch.ops.aten
 
 
-def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[BlockTensors]) -> Tensor:
+def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[ConvNormTensors]) -> Tensor:
     """Run residual blocks one after the other and save one feature map for each block, or none inside of the chain.
 
     The chain's input and output are saved, which the layers around it usually save too, and the input of the last
@@ -68,19 +68,21 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
     Args:
         x (Tensor): Input of the first block, shape (N, C, H, W).
         blocks (Sequence[BlockSettings]): Settings of the blocks in their order.
-        tensors (Sequence[BlockTensors]): Parameters and buffers of each block.
+        tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, whose fields ``x`` and ``residual``
+            are ``None``: block after block, with the shortcut's layer at the end of its block.
 
     Returns:
         Tensor: Output of the last block.
 
     Example:
-        >>> y = residual_chain(x, [settings], [BlockTensors((t1, t2, t3))])
+        >>> y = residual_chain(x, [settings], [t1, t2, t3])
     """
     if blocks[0].layers[0].dtype is None:
         blocks = [_in_precision(block, x) for block in blocks]
-    blocks, tensors = tuple(blocks), tuple(tensors)
-    leaves = [x, *_leaves(tensors)]
-    if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+    leaves = [x]
+    for t in tensors:
+        leaves += t[1:5]  # as in PARAMETERS
+    if torch.is_grad_enabled() and any([leaf is not None and leaf.requires_grad for leaf in leaves]):
         return apply_function(_Chain, blocks, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         return _run(blocks, tensors, x, first=len(blocks))[0]
@@ -91,45 +93,32 @@ def _in_precision(block, x):
     return dataclasses.replace(block, layers=layers, shortcut=block.shortcut and in_precision(block.shortcut, x))
 
 
-def _leaves(tensors):
-    """Return the tensors that may need gradients, layer by layer."""
-    layers = [layer for t in tensors for layer in (*t.layers, t.shortcut) if layer is not None]
-    return [tensor for layer in layers for tensor in layer[1:5]]  # as in PARAMETERS
-
-
 _READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
 
 
 def _flat(blocks, tensors):
-    """Return what the backward pass reads of the tensors of blocks, layer by layer.
+    """Return what the backward pass reads of the tensors of layers, one layer after the other.
 
     Running statistics that it does not read are left out: the next forward pass updates them in place, which autograd
     would report for a saved tensor.
     """
     values = []
-    for pair in zip(blocks, tensors, strict=True):
-        for s, layer in pairs_of(*pair):
-            values += layer[1:7] if s.norm == 'fixed' else (*layer[1:5], None, None)
+    for s, t in zip(settings_of_layers(blocks), tensors, strict=True):
+        values += t[1:7] if s.norm == 'fixed' else (*t[1:5], None, None)
     return values
 
 
-def _unflat(blocks, values):
+def _unflat(values):
     """Reverse :func:`_flat`."""
-    layers = iter([ConvNormTensors(None, *values[i : i + _READ]) for i in range(0, len(values), _READ)])
-    tensors = []
-    for block in blocks:
-        own = tuple([next(layers) for _ in block.layers])
-        tensors.append(BlockTensors(own, block.shortcut and next(layers)))
-    return tensors
+    return [ConvNormTensors(None, *values[i : i + _READ]) for i in range(0, len(values), _READ)]
 
 
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, blocks, tensors, *leaves):
-        x, needs = leaves[0], iter(ctx.needs_input_grad[3:])
-        ctx.blocks, ctx.dtype, ctx.needs = blocks, x.dtype, []
-        for pair in zip(blocks, tensors, strict=True):
-            ctx.needs.append([[next(needs) for _ in PARAMETERS] for _ in pairs_of(*pair)])
+        x, needs, number = leaves[0], ctx.needs_input_grad[3:], len(PARAMETERS)
+        ctx.blocks, ctx.dtype = blocks, x.dtype
+        ctx.needs = of_blocks(blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
         ctx.set_materialize_grads(False)
         ctx.first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in ctx.needs].index(True)
         with no_autocast(x):
@@ -139,7 +128,8 @@ class _Chain(torch.autograd.Function):
             hand_on(y, output)
         tensors_saved = []
         ctx.structure = take_tensors_out((source, saved, output), tensors_saved)
-        ctx.save_for_backward(*tensors_saved, *_flat(blocks[ctx.first :], tensors[ctx.first :]))
+        skipped = len(settings_of_layers(blocks[: ctx.first]))
+        ctx.save_for_backward(*tensors_saved, *_flat(blocks[ctx.first :], tensors[skipped:]))
         return y
 
     @staticmethod
@@ -149,7 +139,7 @@ class _Chain(torch.autograd.Function):
         skipped = sum([len(PARAMETERS) * len(own) for own in ctx.needs[: ctx.first]])
         tensors = iter(saved_tensors_of(ctx))
         source, saved, output = put_tensors_back(ctx.structure, tensors)
-        saved, tensors = [*saved], _unflat(blocks, [*tensors])
+        saved, tensors = [*saved], _unflat([*tensors])
         with no_autocast(grad):
             members = members_of(blocks, tensors, backward=True)
             grads = [output.activation_backward(cast(grad, blocks[0].layers[0].dtype))]

@@ -1,5 +1,6 @@
 """A layer of a residual block, convolution and norm, in a chain: see :mod:`.residual_block`."""
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -146,6 +147,7 @@ def layer_backward(
 
 # Parameters of a layer: weight, bias, norm_weight, norm_bias.
 PARAMETERS = ConvNormGradients._fields[1:-1]
+_in_order = operator.itemgetter(*PARAMETERS)
 
 
 def parameter_gradients(members: list[Layer], layers: list[FixedGradients | dict]) -> list[Tensor | None]:
@@ -160,7 +162,7 @@ def parameter_gradients(members: list[Layer], layers: list[FixedGradients | dict
         gradients = gradients_of_fixed([layers[i] for i in fixed], members[0].norms)
         for i, own in zip(fixed, gradients, strict=True):
             layers[i] = own
-    return [layer.get(name) for layer in layers for name in PARAMETERS]
+    return [gradient for layer in layers for gradient in _in_order(layer)]
 
 
 def renormalise(member: Layer, layer: KeptLayer, z: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from .precision import accumulator, cast
 
-__all__ = ['Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'parts_in_half']
+__all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'parts_in_half']
 
 # Least factor of gradients in fp16, see `parts_in_half`: dW' may be 128 times as large as fp16's numbers then, and
 # gradients of 1e-5 still have digits.
 _LEAST_FACTOR = 2.0**-7
+# Gradients of the parameters of a convolution with norm, where none is needed.
+NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
 
 class Factors(NamedTuple):
@@ -128,12 +130,10 @@ def _factors(layers):
     else:
         rstd = cast(variances, accumulator(variances)) + epsilons[0]
     rstd = rstd.rsqrt_()
-    weights = [t.norm_weight for t in given]
-    if None in weights:
-        if not any([weight is not None for weight in weights]):
-            return Factors(rstd, rstd)
-        weights = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
-    return Factors(rstd * _joined(weights), rstd)
+    if not any([t.norm_weight is not None for t in given]):
+        return Factors(rstd, rstd)
+    ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
+    return Factors(rstd * _joined(ones), rstd)
 
 
 def _shift(given, scale):
@@ -172,7 +172,7 @@ def parts_in_half(columns: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [(factor.view(-1), column) for factor, column in zip(large, rest, strict=True)]
 
 
-def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> list[dict[str, Tensor]]:
+def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> list[dict[str, Tensor | None]]:
     """Compute the gradients of the parameters of convolutions with fixed norms.
 
     Args:
@@ -180,7 +180,7 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
         norms (FixedNorms): Their norms.
 
     Returns:
-        list[dict[str, Tensor]]: For each layer, the needed gradients by name.
+        list[dict[str, Tensor | None]]: For each layer the gradients by name, ``None`` where they are not needed.
     """
     if unscaled := [(layer.weight, layer.column) for layer in layers if layer.column is not None]:
         torch._foreach_mul_(*map(list, zip(*unscaled, strict=True)))
@@ -196,7 +196,7 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
         products = iter(_apart(products, [layer.t for layer in normed]))
     gradients = []
     for t, needs, _, weight, _, bias, _, sums, _ in layers:
-        own = {}
+        own = dict(NO_GRADIENTS)
         if needs.weight:
             own['weight'] = cast(weight, t.weight.dtype)
         if needs.bias:

@@ -86,6 +86,8 @@ class KeptMap(NamedTuple):
 
     def before_norm(self, dtype: torch.dtype) -> Tensor:
         """Return z, which must not be written to."""
+        if self.unit is None:
+            return cast(self.values, dtype)
         return affine(self.values, *self._steps(), dtype)
 
     def before_activation(self, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     'FEW',
+    'FULL',
     'Stored',
     'Sum',
     'accumulate',
@@ -40,6 +41,8 @@ _LONGEST_SUM = 8192
 _ROUNDED, _ROUNDED_ON_CPU = 2**22, 2**19
 # Elements that cost less than a call of torch.
 FEW = 2**14
+# Full precision.
+FULL = torch.float32, torch.float64
 _NOTHING = contextlib.nullcontext()
 _HAS_KINDS = hasattr(torch, 'get_autocast_dtype')  # torch 2.4 and newer
 
@@ -51,7 +54,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
         x (Tensor): Input of the product.
     """
     kind = x.device.type
-    if x.dtype == torch.float64:
+    if x.dtype is torch.float64:
         return None
     if _HAS_KINDS:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

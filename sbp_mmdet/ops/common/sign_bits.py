@@ -44,7 +44,7 @@ class SignBits(NamedTuple):
         channels_last = not y.is_contiguous()
         # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step. A cast to bool
         # asks the same as `y != 0`, of which CPUs have no fast kernel.
-        bits = _flat(y, channels_last).to(torch.bool)
+        bits = _flat(y, channels_last).bool()
         if rest := -bits.shape[0] % _BITS:
             bits = F.pad(bits, (0, rest))
         gathered = bits.view(torch.int64).mul_(_GATHER)
