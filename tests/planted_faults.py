@@ -94,7 +94,7 @@ FAULTS = {
     # The fold of norms into layers.
     'fold: bias of the norm': Fault('common.folding:fold', 'if norm_bias is not None:', 'if False:', 'Swin'),
     'fold: weight of the norm': Fault(
-        'common.folding:fold', 'weight.to(dtype) if norm_weight is None else', 'weight.to(dtype) if True else', 'Swin'
+        'common.folding:fold', 'dtype) if norm_weight is None else', 'dtype) if True else', 'Swin'
     ),
     'unfold: weight of the norm': Fault('common.folding:unfold', 'else (dw * weight).sum(0)', 'else dw.sum(0)', 'Swin'),
     'unfold: bias of the norm': Fault(
@@ -217,7 +217,7 @@ FAULTS = {
         'window_attention:_Windows.backward', 'dscores.mT, q, beta', 'dscores.mT, k, beta', 'Swin'
     ),
     # The chain of residual blocks.
-    'chain: signs': Fault('common.sign_bits:SignBits.pack', '.to(torch.bool)', '.logical_not()', 'ResNet-50'),
+    'chain: signs': Fault('common.sign_bits:SignBits.pack', '.bool()', '.logical_not()', 'ResNet-50'),
     'chain: shortcut in the second run': Fault('residual_block:rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
     'chain: ReLU in the second run': Fault(
         'residual_block:rerun_output', 'saved.output.relu_(out)', 'out', 'ResNet-50'

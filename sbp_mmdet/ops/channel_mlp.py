@@ -237,7 +237,7 @@ def _branch(settings, t, x, xhat):
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
         rows = chunk.take_rows(x if xhat is None else xhat)
         rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
-        hidden = torch.ops.aten.gelu_(weights.hidden(rows), approximate=settings.approximate)
+        hidden = torch.ops.aten.gelu_.default(weights.hidden(rows), approximate=settings.approximate)
         rows = torch.addmm(weights.b2, hidden, weights.w2.t())
         del hidden  # otherwise it exists beside that of the next chunk
         yield chunk, rows

@@ -134,7 +134,7 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     layer = _layer(saved.given)
-    w, _ = fold(*layer, settings.dtype)
+    w, _ = fold(*layer[:3], None, settings.dtype)  # the folded bias is not needed
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, ..., C)
     tokens = tokens_of(grad)
     incoming = take(tokens, saved.keep).reshape(-1, tokens.shape[2])

@@ -102,7 +102,7 @@ def _geometry(s):
 
 def _forward(settings, tensors, needs):
     x = tensors.x
-    out, indices = aten.max_pool2d_with_indices(x, *_geometry(settings))
+    out, indices = aten.max_pool2d_with_indices.default(x, *_geometry(settings))
     out = out.relu_() if settings.relu else out
     if not needs.x:
         return out, None
@@ -149,7 +149,7 @@ def _backward(settings, saved, grad, needs):
     indices = places + _first_places(settings, places, width, torch.int64)
     # The backward pass reads the shape and the layout of the input, and none of its values.
     like = torch.empty(saved.shape, dtype=grad.dtype, device=grad.device, memory_format=saved.layout)
-    return PoolGradients(aten.max_pool2d_with_indices_backward(grad, like, *_geometry(settings), indices))
+    return PoolGradients(aten.max_pool2d_with_indices_backward.default(grad, like, *_geometry(settings), indices))
 
 
 _max_pool = Operation('MaxPool', _forward, _backward, PoolGradients)

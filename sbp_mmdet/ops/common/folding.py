@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .layouts import Chunk, empty_tokens, in_shape, layout_of, tokens_of
-from .precision import Sum, accumulator, multiplied, promoted
+from .precision import Sum, accumulator, cast, multiplied, promoted
 
 __all__ = [
     'Incoming',
@@ -240,9 +240,9 @@ def fold(
     if norm_bias is not None:
         # In the higher precision, since a model in half precision may keep its norms in fp32.
         kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)
-        bias = torch.addmv(bias.to(kind), weight.to(kind), norm_bias.to(kind))
-    weight = weight.to(dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
-    return weight, bias.to(dtype)
+        bias = torch.addmv(cast(bias, kind), cast(weight, kind), cast(norm_bias, kind))
+    weight = cast(weight, dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
+    return weight, cast(bias, dtype)
 
 
 def bias_or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:

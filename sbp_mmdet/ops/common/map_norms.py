@@ -124,11 +124,11 @@ def normalise_backward(s, t, statistics, count, z, grad, needs):
         z = _for_group_norm(z)
         grad = grad.contiguous(memory_format=memory_format(z))
         sizes = *z.shape[:2], z.shape[2] * z.shape[3], s.num_groups
-        return aten.native_group_norm_backward(grad, z, mean, rstd, t.norm_weight, *sizes, which)
+        return aten.native_group_norm_backward.default(grad, z, mean, rstd, t.norm_weight, *sizes, which)
     if s.process_group is not None:
         backward = _together_backward_by_kernels if _has_kernels(z) else _normalise_together_backward
         return backward(s, t, statistics, count, z, grad)
-    return aten.native_batch_norm_backward(grad, z, t.norm_weight, None, None, mean, rstd, True, s.eps, which)
+    return aten.native_batch_norm_backward.default(grad, z, t.norm_weight, None, None, mean, rstd, True, s.eps, which)
 
 
 def _normalise_together(s, t, z):

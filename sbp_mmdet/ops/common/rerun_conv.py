@@ -99,7 +99,7 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     """Compute the gradients. In eight bits the weight gradient is that of the rounded input; all others are exact."""
-    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+    dx, dweight, dbias = torch.ops.aten.convolution_backward.default(
         grad,
         saved.input.load(settings.dtype),
         saved.weight.to(settings.dtype),
