@@ -168,6 +168,42 @@ class Ranked(BboxOverlaps2D):
         return super().__call__(*args, **kwargs).argsort(0).argsort(0).float()
 
 
+class Relative(BboxOverlaps2D):
+    """Overlap calculator that divides by the largest overlap of all pairs."""
+
+    def __call__(self, *args, **kwargs):
+        overlaps = super().__call__(*args, **kwargs)
+        return overlaps / overlaps.max().clamp(min=1e-6)
+
+
+@pytest.mark.parametrize('how', ['calculator', 'function'])
+@pytest.mark.parametrize('cfg', CONFIGS, ids=lambda cfg: cfg['type'])
+def test_costs_that_depend_on_other_priors_are_computed_at_once(cfg, how, monkeypatch):
+    """A calculator that compares overlaps, or a function of the instance that takes the first half of the priors."""
+    monkeypatch.setattr(assigners, '_COSTS', 40 * 12 * 7)
+    (predicted, gts), name = instances(12), 'get_in_gt_and_in_center_info'
+    if how == 'function' and cfg['type'] != 'SimOTAAssigner':
+        pytest.skip('it has no such function')
+    found = []
+    for chunks in (False, True):
+        head = model(cfg)
+        if how == 'calculator':
+            head.assigner.iou_calculator = Relative()
+        else:
+            own = getattr(head.assigner, name)
+
+            def half(priors, boxes, own=own):
+                inside, both = own(priors, boxes)
+                first = inside & (torch.arange(len(priors)) < len(priors) // 2)
+                return first, both[first[inside]]
+
+            setattr(head.assigner, name, half)
+        if chunks:
+            targets_in_chunks(head)
+        found.append(head.assigner.assign(copy.deepcopy(predicted), copy.deepcopy(gts)))
+    assert torch.equal(found[0].gt_inds, found[1].gt_inds) and torch.equal(found[0].max_overlaps, found[1].max_overlaps)
+
+
 @pytest.mark.parametrize('kind', [Calculator, Ranked])
 def test_a_calculator_of_ones_own_stays_as_it_is(kind):
     predicted, truth, _ = crowd(50, 20)
@@ -186,12 +222,13 @@ def test_a_calculator_of_ones_own_stays_as_it_is(kind):
 def test_assigners_are_found_under_any_name_and_the_log_names_their_heads():
     """TOOD and DDOD have two assigners, a cascade has a list of them, and that of a DETR compares no priors."""
     whole = nn.Module()
-    whole.tood, whole.roi_head, whole.detr = nn.Module(), nn.Module(), nn.Module()
+    whole.tood, whole.roi_head, whole.detr, whole.by_name = nn.Module(), nn.Module(), nn.Module(), nn.Module()
+    whole.by_name.assigners = {'a': MaxIoUAssigner(0.5, 0.5)}
     whole.tood.alignment_assigner = TASK_UTILS.build(dict(type='TaskAlignedAssigner', topk=13))
     whole.roi_head.bbox_assigner = [MaxIoUAssigner(0.5, 0.5), None, MaxIoUAssigner(0.6, 0.6)]
     whole.detr.assigner = TASK_UTILS.build(dict(type='HungarianAssigner', match_costs=[dict(type='BBoxL1Cost')]))
     said = targets_in_chunks(whole)
-    assert said.startswith('training targets are computed in chunks: overlaps in tood, roi_head.')
+    assert said.startswith('training targets are computed in chunks: overlaps in tood, roi_head, by_name.')
     assert 'Unchanged assigners: detr.assigner (HungarianAssigner has no iou_calculator)' in said
     assert 'no training targets in chunks' in targets_in_chunks(nn.Module())
 

@@ -55,7 +55,7 @@ def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[s
             reason = f'{kind} has no iou_calculator' if calculator is None else f'iou_calculator is a {kind}'
             reason = replaced_code(stock_class(type(calculator)), '__call__') or reason
             unchanged[f'{head}.{name}' if head else name] = reason
-        if type(assigner) in _NO_OVERLAP and not replaced_code(type(assigner), 'assign'):
+        if type(assigner) in _NO_OVERLAP and _computes_costs_one_by_one(assigner):
             mix_in(assigner, _CostsInChunks)
     return [head or 'the model' for head in changed], unchanged
 
@@ -64,7 +64,8 @@ def _assigners(model: nn.Module) -> Iterator[tuple[str, str, BaseAssigner]]:
     """Yield the name of a module, that of its attribute, and the assigner; cascades have several in a list."""
     for head, module in model.named_modules():
         for name, value in vars(module).items():
-            for assigner in value if isinstance(value, (list, tuple)) else [value]:
+            values = value.values() if type(value) is dict else value if isinstance(value, (list, tuple)) else [value]
+            for assigner in values:
                 if isinstance(assigner, BaseAssigner):
                     yield head, name, assigner
 
@@ -72,6 +73,16 @@ def _assigners(model: nn.Module) -> Iterator[tuple[str, str, BaseAssigner]]:
 def _is_pairwise(calculator):
     kind = stock_class(type(calculator))
     return kind in _PAIRWISE and not replaced_code(kind, '__call__')
+
+
+def _computes_costs_one_by_one(assigner):
+    """Return whether a dynamic assigner's costs of a prior depend on this prior alone.
+
+    The overlaps must do so, and no function may be the instance's own, except the matching, which gets all costs.
+    """
+    kind = stock_class(type(assigner))
+    own = [name for name in vars(assigner) if callable(getattr(kind, name, None)) and name != 'dynamic_k_matching']
+    return not own and _is_pairwise(assigner.iou_calculator) and not replaced_code(kind, 'assign')
 
 
 class _PairsInChunks(Mixin):
@@ -126,7 +137,7 @@ class _CostsInChunks(Mixin):
     def assign(self, pred_instances, gt_instances, *args, **kwargs):
         boxes, scores = len(gt_instances.bboxes), pred_instances.scores
         size = max(_COSTS // max(boxes * scores.shape[-1], 1), 1)
-        if len(scores) <= size or replaced_code(stock_class(type(self)), 'assign'):
+        if len(scores) <= size or not _computes_costs_one_by_one(self):
             return super().assign(pred_instances, gt_instances, *args, **kwargs)
         probe = copy.copy(self)
         probe.dynamic_k_matching = _hand_out
