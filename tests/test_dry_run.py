@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
+from sbp_mmdet import apply_lean
 from sbp_mmdet.verify.dry_run import NoUpdate
 
 
@@ -42,3 +44,29 @@ def test_no_update(use, backward):
     use(NoUpdate(wrapper, backward), model(torch.ones(1, 2)).sum())
     assert all(torch.equal(one, p) for one, p in zip(before, model.parameters(), strict=True))
     assert all((p.grad is not None) == backward for p in model.parameters())
+
+
+class Follows(nn.Module):
+    """A student whose teacher follows it in each forward pass, past autograd, and which logs that."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.teacher = nn.Conv2d(3, 4, 3).requires_grad_(False)
+
+    def forward(self, x):
+        self.teacher.weight.data.lerp_(self.student[0].weight.data, 0.1)
+        MessageHub.get_current_instance().update_scalar('follows', 1.0)
+        return self.student(x).mean() + self.teacher(x).mean()
+
+
+def test_the_verification_keeps_what_a_forward_pass_writes_to_parameters_and_logs(monkeypatch):
+    hub = MessageHub.get_instance('follows')
+    monkeypatch.setattr(MessageHub, 'get_current_instance', lambda: hub)
+    torch.manual_seed(0)
+    model, x = Follows(), torch.randn(2, 3, 8, 8)
+    expected = model.teacher.weight.lerp(model.student[0].weight, 0.1)
+    apply_lean(model)
+    model(x).backward()
+    torch.testing.assert_close(model.teacher.weight, expected, rtol=0, atol=0)
+    assert len(hub.get_scalar('follows').data[0]) == 1

@@ -20,7 +20,10 @@ __all__ = [
     'CannotCopy',
     'NoUpdate',
     'hookless_copy',
+    'put_tensor_back',
     'random_state_restorer',
+    'restored_messages',
+    'restored_parameters',
     'restored_random_states',
     'without_a_trace',
 ]
@@ -147,16 +150,60 @@ def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
     Args:
         devices (set[torch.device]): Devices of the model.
     """
-    hub = MessageHub.get_current_instance()
-    info, benchmark = dict(hub.runtime_info), torch.backends.cudnn.benchmark
+    benchmark = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:
-        with restored_random_states(devices):
+        with restored_random_states(devices), restored_messages():
             yield
     finally:
         torch.backends.cudnn.benchmark = benchmark
-        hub.runtime_info.clear()
-        hub.runtime_info.update(info)
+
+
+@contextlib.contextmanager
+def restored_parameters(model: nn.Module) -> Iterator[None]:
+    """Restore a model's parameters at the end of the context, where its forward pass writes to them.
+
+    A teacher that follows its student does so, past autograd and without a new version. The copies lie on the host.
+
+    Args:
+        model (nn.Module): The model.
+    """
+    before = [(p, p.detach().to('cpu', copy=True)) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in before:
+                put_tensor_back(parameter, value)
+
+
+def put_tensor_back(tensor: Tensor, before: Tensor) -> None:
+    """Give a tensor the values that it had before, if it has others now.
+
+    Args:
+        tensor (Tensor): The tensor.
+        before (Tensor): Its values, on the host.
+    """
+    if tensor.shape != before.shape or tensor.dtype != before.dtype:
+        tensor.data = before.to(tensor.device)
+    elif not torch.equal(tensor.detach(), value := before.to(tensor.device)):
+        tensor.detach().copy_(value)
+
+
+@contextlib.contextmanager
+def restored_messages() -> Iterator[None]:
+    """Restore at the end of the context the information and the scalars of mmengine's message hub."""
+    hub = MessageHub.get_current_instance()
+    info, scalars = dict(hub.runtime_info), dict(hub.log_scalars)
+    histories = [(history, dict(vars(history))) for history in scalars.values()]
+    try:
+        yield
+    finally:
+        for values, before in ((hub.runtime_info, info), (hub.log_scalars, scalars)):
+            values.clear()
+            values.update(before)
+        for history, before in histories:
+            vars(history).update(before)
 
 
 @contextlib.contextmanager
