@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
-    args.answer = ''
+    args.answer, whole = '', arguments is None
     try:
-        with _stdout_for_the_answer(args) if getattr(args, 'json', False) else contextlib.nullcontext():
+        with _stdout_for_the_answer(args, whole) if getattr(args, 'json', False) else contextlib.nullcontext():
             config = load_config(args.config, args.cfg_options)
             if problem := find_missing_import(config):
                 print(f'warning: {args.config}: {problem}', file=sys.stderr)
@@ -72,10 +72,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _stdout_for_the_answer(args) -> Iterator[None]:
+def _stdout_for_the_answer(args, whole: bool) -> Iterator[None]:
     """Send to stderr what is written to stdout within the context, and print the answer at its end.
 
-    Libraries print at import and in a step, configs start programs that print.
+    Libraries print at import, in a step and when the process ends, configs start programs that print.
+
+    Args:
+        args (argparse.Namespace): Arguments, of which ``answer`` is printed.
+        whole (bool): Whether the process is this command alone, so that nothing may follow the answer.
     """
     sys.stdout.flush()
     stdout = os.dup(1)
@@ -87,7 +91,9 @@ def _stdout_for_the_answer(args) -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-        print(args.answer, end='')
+        print(args.answer, end='', flush=True)
+        if whole:
+            os.dup2(2, 1)
 
 
 def _add_plan(verbs):
