@@ -1,17 +1,23 @@
 """The planner counts what a GPU holds besides the model, and refuses what it cannot count."""
 
+import collections
+import copy
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import make_environment
 from mmdet.models import RetinaNet
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.hooks import Hook
+from torch import nn
 
 from sbp_mmdet.plan import command
 from sbp_mmdet.plan.detector import build_detector, measure_detector
+from sbp_mmdet.plan.held import held_tensors, state_bytes
 from sbp_mmdet.plan.snippet import snippet
 from sbp_mmdet.plan.variants import is_plain, load_config, own_gradients, plain
 
@@ -143,7 +149,9 @@ def test_a_folder_is_called_one(tmp_path, capsys):
 
 
 def test_json_is_json_whatever_others_print(tmp_path):
-    (tmp_path / 'loud.py').write_text("import os\nprint('loud')\nos.system('echo louder')\n")
+    (tmp_path / 'loud.py').write_text(
+        "import atexit, os\nprint('loud')\nos.system('echo louder')\natexit.register(print, 'at exit')\n"
+    )
     (tmp_path / 'a.py').write_text(f"_base_ = '{RETINA}'\ncustom_imports = dict(imports=['loud'])\n")
     words = ['-W', 'ignore', '-m', 'sbp_mmdet.plan', 'plan', 'a.py', '--budget', '80GiB', '--batch', '1', '--json']
     words += ['--size', '64x64', '--boxes', '2']
@@ -151,4 +159,86 @@ def test_json_is_json_whatever_others_print(tmp_path):
     variables = make_environment(PYTHONPATH=path)
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert json.loads(done.stdout)['answer'] == 'none', done.stderr
-    assert 'loud\n' in done.stderr and 'louder\n' in done.stderr
+    assert all(word in done.stderr for word in ('loud\n', 'louder\n', 'at exit\n'))
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Optimizer of one's own, with one state, although it has two betas; it counts its steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr, betas=(0.9, 0.99)))
+        self.steps = [0]
+
+    @torch.no_grad()
+    def step(self):
+        self.steps[0] += 1
+        for group in self.param_groups:
+            for p in group['params']:
+                mean = self.state[p].setdefault('mean', torch.zeros_like(p))
+                p.sub_(mean.lerp_(p.grad, 0.1).sign(), alpha=group['lr'])
+
+
+OPTIMIZERS = {
+    'SGD': {},
+    'SGD with momentum': dict(momentum=0.9),
+    'RMSprop': {},
+    'Adadelta': {},
+    'ASGD': {},
+    'AdamW with amsgrad': dict(amsgrad=True),
+    'Rprop': {},
+}
+
+
+@pytest.mark.parametrize('name', [*OPTIMIZERS, 'of my own'])
+def test_states_are_those_of_a_step(name):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5))
+    kind = SignMomentum if name == 'of my own' else getattr(torch.optim, name.partition(' ')[0])
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1, **OPTIMIZERS.get(name, {}))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the optimizer's step by one that notes its calls
+    before = copy.deepcopy(model.state_dict())
+    said = state_bytes(optimizer)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items()) and not optimizer.state
+    assert getattr(optimizer, 'steps', [0]) == [0] and not getattr(optimizer, '_opt_called', False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    made = [v.nbytes for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
+    assert sorted(said) == sorted(made)
+    assert state_bytes(optimizer) == ([] if made else said)  # states that exist are not new
+
+
+class Bank:
+    """A helper of the user's, as a hook or a detector holds it."""
+
+    def __init__(self):
+        self.tensors = collections.deque([torch.zeros(3), torch.zeros(5)])
+
+
+def test_what_lists_dicts_and_objects_of_the_users_hold_counts():
+    model, hook = nn.Linear(2, 2), Hook()
+    model.queue, model.hidden, model.bank = torch.zeros(7), [nn.Linear(2, 1, bias=False)], Bank()
+    hook.shadow, hook.model, hook.itself = {'a': dict(b=(torch.zeros(11),))}, model, hook
+    hook.data = torch.utils.data.TensorDataset(torch.zeros(100))  # lies on the host
+    assert sorted(t.numel() for t in held_tensors(model)) == [2, 2, 3, 4, 5, 7]
+    assert sorted(t.numel() for t in held_tensors(model, hook)) == [2, 2, 3, 4, 5, 7, 11]
+
+
+def test_accumulated_gradients_count(retina, alone):
+    """The largest step finds the gradients of the steps before it when its forward pass begins."""
+    config = Config(retina.to_dict())
+    config.optim_wrapper.accumulative_counts = 4
+    row = measure_detector(config, **CASE)
+    assert row['forward'] - alone['forward'] == row['gradients'] == alone['gradients'] > 0
+
+
+class OwnHook(Hook):
+    """A hook of the user's."""
+
+
+def test_what_is_not_counted_is_said(retina):
+    config = Config(retina.to_dict())
+    assert 'Not counted' not in command._describe_run(config)
+    config.custom_hooks = [dict(type=OwnHook), dict(type='EMAHook')]
+    config.compile = True
+    said = command._describe_run(config)
+    assert 'Not counted: what OwnHook may hold' in said and 'Not counted: compile=True' in said and 'EMA' not in said

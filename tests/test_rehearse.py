@@ -1,5 +1,6 @@
 """The rehearsal stops a run that would not fit, and restores bit for bit what it changes."""
 
+import collections
 import copy
 import json
 import random
@@ -12,6 +13,7 @@ from helpers import make_project
 from mmdet.structures.bbox import bbox_overlaps
 from mmengine.config import Config
 from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from test_plan_sizes import coco, config_of
@@ -19,7 +21,8 @@ from test_plan_sizes import coco, config_of
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
 from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
-from sbp_mmdet.plan.rehearse import DoesNotFit, build_largest_batch, restored_state
+from sbp_mmdet.plan.rehearse import DoesNotFit, build_largest_batch
+from sbp_mmdet.plan.restored import restored_state
 
 STATE = {}
 
@@ -235,18 +238,42 @@ def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
     assert {len(sample.gt_instances) for sample in batch['data_samples']} == {case['boxes']}
 
 
-def test_counters_of_modules_are_put_back():
+class Helper:
+    """An object of the user's class."""
+
+    steps = 0
+
+
+def test_what_a_step_changes_is_put_back(monkeypatch):
     class Counts(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.history, self._size, self.norm = [1], None, torch.nn.BatchNorm1d(2)
+            self.seen, self.stats, self.last = {1}, {'steps': [0]}, collections.deque([1], maxlen=3)
+            self.centre, self.array = torch.zeros(2), np.zeros(2)
+            self.helper, self.rng = Helper(), np.random.default_rng(0)
 
-    model = Counts()
+    model, hub = Counts(), MessageHub.get_instance('restored')
+    monkeypatch.setattr(MessageHub, 'get_current_instance', lambda: hub)
+    hub.update_scalar('mine', 1.0)
+    history, drawn = model.history, np.random.default_rng(0).random()
+    weight = model.norm.weight.detach().clone()
     with restored_state(model):
-        model.history.append(2)
+        model.history.append(2), model.seen.add(2), model.stats['steps'].append(1), model.last.append(2)
+        model.centre += 1
+        model.array += 1
+        model.helper.steps += 1
+        model.fresh = model.stats['fresh'] = 1
+        model.norm.weight.data += 1
+        model.rng.random()
+        hub.update_scalar('mine', 2.0), hub.update_scalar('other', 2.0), hub.update_info('steps', 1)
         model._size = (3, 4)
         model.norm(torch.randn(5, 2)).sum().backward()
         torch.rand(3)
+    assert model.history is history and (model.seen, model.stats, [*model.last]) == ({1}, {'steps': [0]}, [1])
+    assert not model.centre.any() and not model.array.any() and model.helper.steps == 0 and not hasattr(model, 'fresh')
+    assert torch.equal(model.norm.weight, weight) and model.rng.random() == drawn
+    assert [*hub.log_scalars] == ['mine'] and len(hub.get_scalar('mine').data[0]) == 1 and not hub.runtime_info
     assert (model.history, model._size) == ([1], None) and model.norm.num_batches_tracked == 0
     assert all(p.grad is None for p in model.parameters())
 

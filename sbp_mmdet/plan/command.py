@@ -23,7 +23,7 @@ from mmengine.runner import Runner
 
 from .batch_size import find_largest_batches
 from .check import check
-from .config_checks import add_config, find_missing_import
+from .config_checks import add_config, find_missing_import, find_own_hooks
 from .counts import count_step, count_variants, end_progress, list_presets
 from .errors import describe_error
 from .inputs import add_inputs, count_crowded_boxes, find_classes, find_training_inputs
@@ -259,6 +259,10 @@ def _describe_run(config):
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if find_classes(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
+    if config.get('compile'):
+        lines.append(f'Not counted: compile={config.compile!r}; compiled parts store and recompute what torch chooses.')
+    if own := find_own_hooks(config):
+        lines.append(f'Not counted: what {", ".join(own)} may hold on the GPU; sbp-mmdet rehearse measures that too.')
     if needs_mmpretrain(config):
         lines.append(f'The config {_describe_missing_backbone(config)}; counts and lines are for that backbone.')
     return ''.join(f'\n{line}' for line in lines)

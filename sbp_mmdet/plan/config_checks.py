@@ -9,7 +9,7 @@ from mmengine.config import Config, DictAction
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
 
-__all__ = ['add_config', 'check_config', 'find_missing_import', 'list_imports']
+__all__ = ['add_config', 'check_config', 'find_missing_import', 'find_own_hooks', 'find_small_heads', 'list_imports']
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
@@ -104,6 +104,47 @@ def find_missing_import(config: Config) -> str | None:
         f'the config uses {ours[0]} and does not import sbp_mmdet, so a training would not find it; write in '
         f'it: custom_imports = dict(imports={[*imports, "sbp_mmdet"]}, allow_failed_imports=False)'
     )
+
+
+def find_small_heads(config: Config, classes: int) -> dict[str, int]:
+    """Find the heads of a model that have fewer classes than its data.
+
+    Heads that do not tell classes apart, and heads of the user's own class, may have any number.
+
+    Args:
+        config (Config): Config of a detector, or of a model that holds one.
+        classes (int): Number of classes of the training data.
+
+    Returns:
+        dict[str, int]: ``num_classes`` by the name of the head.
+    """
+    model = config.get('model') or {}
+    model = model.get('detector') or model
+    roi_head = model.get('roi_head')
+    roi_head = roi_head if isinstance(roi_head, dict) else {}  # Co-DETR has a list of them
+    heads = {'bbox_head': model.get('bbox_head')}
+    heads |= {f'roi_head.{name}': roi_head.get(name) for name in ('bbox_head', 'mask_head')}
+    small = {}
+    for name, found in heads.items():
+        for head in found if isinstance(found, (list, tuple)) else [found or {}]:
+            number, kind = head.get('num_classes'), head.get('type')
+            kind = MODELS.get(kind) if isinstance(kind, str) else kind
+            ours = kind is None or kind.__module__.partition('.')[0] in _LIBRARIES
+            if isinstance(number, int) and number < classes and ours and not head.get('class_agnostic'):
+                small.setdefault(name, number)
+    return small
+
+
+def find_own_hooks(config: Config) -> list[str]:
+    """Return the names of hooks of the user's own classes, of which nobody knows what they hold.
+
+    Args:
+        config (Config): A config that :func:`check_config` has approved of.
+    """
+    hooks = [*(config.get('custom_hooks') or []), *filter(None, (config.get('default_hooks') or {}).values())]
+    kinds = [kind for kind in map(hook_class, hooks) if isinstance(kind, type)]
+    known = (*_LIBRARIES, 'sbp_mmdet')
+    return [kind.__name__ for kind in kinds if kind.__module__.partition('.')[0] not in known]
 
 
 def _is_ours(kind):

@@ -28,6 +28,7 @@ from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
 from .device import use_device
 from .eight_bit import AdamW8bitStates
+from .held import held_tensors, storage_bytes
 from .inputs import find_annotations, find_classes
 from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
@@ -38,7 +39,6 @@ __all__ = [
     'assignment_on_cpu',
     'build_detector',
     'build_training',
-    'held_tensors',
     'measure_detector',
 ]
 
@@ -248,37 +248,12 @@ def _amp_dtype(config):
     return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
 
 
-def _list_storages(tensors):
-    return list({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def _count_bytes(tensors):
-    return sum(_list_storages(tensors))
+    return sum(storage_bytes(tensors))
 
 
 def _get_states(optimizer) -> list[Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
-
-
-def held_tensors(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that a model holds between steps.
-
-    Args:
-        model (nn.Module): The model.
-
-    Returns:
-        list[torch.Tensor]: Parameters and buffers, also those of modules outside of the tree, such as the teacher of a
-        distillation, which mmdet keeps as a plain attribute.
-    """
-    tensors, modules, waiting = [], set(), [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in modules:
-            continue
-        modules.add(id(module))
-        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        waiting += [*module.children(), *(value for value in vars(module).values() if isinstance(value, nn.Module))]
-    return tensors
 
 
 def count_averaged_bytes(config: Config, model: nn.Module) -> int:
@@ -323,16 +298,21 @@ def _count_step(model: nn.Module, wrapper, data, counter, config, skipping):
     skip = contextlib.nullcontext()
     if skipping:  # otherwise everything is computed
         skip = SkipArithmetic(lambda: free or counter.phase != 'forward' or tracker.in_network or skipping())
-    with skip:  # the first optimizer step makes the states; gradients are freed after each step
+    accumulates = wrapper._accumulative_counts > 1
+    with skip:  # the first optimizer step makes the states; gradients are freed after each step that updates
         counter.phase = 'optimizer step'
         for p in model.parameters():
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)
         wrapper.step()
-        wrapper.zero_grad()
+        if accumulates:  # the largest step is the last before an update, which finds the gradients of those before it
+            wrapper._inner_count = wrapper._accumulative_counts - 1
+        else:
+            wrapper.zero_grad()
+    kept = [p.grad for p in model.parameters() if p.grad is not None]
     row = dict(parameters=_count_bytes(held_tensors(model)), optimizer=_count_bytes(_get_states(wrapper.optimizer)))
     row['parameters'] += count_averaged_bytes(config, model)
-    static = row['parameters'] + row['optimizer']
+    static = row['parameters'] + row['optimizer'] + _count_bytes(kept)
 
     @contextlib.contextmanager
     def optim_context(model):
@@ -349,7 +329,7 @@ def _count_step(model: nn.Module, wrapper, data, counter, config, skipping):
         model.train_step(data, wrapper)
     peaks = {phase: static + peak for phase, peak in counter.peaks.items()}
     row.update(peak=static + counter.peak, peak_phase=counter.peak_phase, peaks=peaks)
-    held = _list_storages([*held_tensors(model), *_get_states(wrapper.optimizer)])
+    held = storage_bytes([*held_tensors(model), *_get_states(wrapper.optimizer), *kept])
     return row, [*held, count_averaged_bytes(config, model)]
 
 

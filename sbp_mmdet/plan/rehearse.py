@@ -5,26 +5,23 @@ A training may run out of memory in its third epoch, when the largest batch come
 """
 
 import contextlib
-import copy
 import functools
 import gc
 import math
-from collections.abc import Iterator
 
 import torch
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 from mmengine.dist import all_reduce, get_world_size
-from mmengine.hooks import EMAHook, Hook
-from torch import nn
+from mmengine.hooks import Hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..apply import draws_of
 from ..surgery import unwrapped
-from ..verify.dry_run import NoUpdate, restored_random_states
+from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verification_off
+from .restored import restored_state
 
-__all__ = ['DoesNotFit', 'RehearseHook', 'build_largest_batch', 'refuse_more_classes', 'restored_state']
+__all__ = ['DoesNotFit', 'RehearseHook', 'build_largest_batch', 'refuse_more_classes']
 
 
 _DIGITS = 1.001  # a budget is given with few digits, so a need that exceeds it by less than this still fits
@@ -212,47 +209,6 @@ def build_largest_validation(runner) -> list[tuple[dict, str]] | None:
     return batches
 
 
-@contextlib.contextmanager
-def restored_state(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the context what a step changes: random states, buffers, gradients, counters.
-
-    Parameters are not restored: the step must not include the optimizer's.
-
-    Args:
-        model (nn.Module): The model in training mode, not wrapped.
-    """
-    devices = [torch.device('cuda')] if torch.cuda.is_available() else []
-    buffers = [(buffer, buffer.detach().cpu().clone()) for buffer in model.buffers()]
-    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    counters = [(module, _get_plain_attributes(module)) for module in model.modules()]
-    passes = [(draws, dict(vars(draws))) for draws in draws_of(model)]
-    try:
-        with restored_random_states(devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, value in gradients:
-            parameter.grad = value
-        for module, values in counters:
-            vars(module).update(values)
-        for draws, values in passes:
-            vars(draws).update(values)
-
-
-def _get_plain_attributes(module):
-    """Return the attributes of a module that are plain values, such as the size that a batch augment drew last."""
-    own = vars(module).keys() - vars(nn.Module()).keys()
-    return {key: copy.deepcopy(vars(module)[key]) for key in own if _is_plain(vars(module)[key])}
-
-
-def _is_plain(value):
-    if isinstance(value, (tuple, list)):
-        return type(value) in (tuple, list) and all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def _reduce_over_ranks(number: float | None, op: str) -> float | None:
     """Return the largest or smallest number of all processes (``op`` 'max' or 'min'); ``None`` counts as infinite."""
     value = torch.tensor(math.inf if number is None else float(number), dtype=torch.float64)
@@ -269,6 +225,9 @@ def _measure_training_peak(runner, batch, batch_shape) -> int | None:
         model = model.module
         buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     usual = find_usual_share(batch_shape.get('usual'), batch_shape['height'], batch_shape['width'])
+    if any(getattr(one, '_accumulative_counts', 1) > 1 for one in _wrappers(runner)):
+        for p in model.parameters():  # a step finds the gradients of those before it
+            p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
     step = lambda: model.train_step(batch, NoUpdate(runner.optim_wrapper, backward=True))  # noqa: E731
     return _measure_needed_bytes(runner, model, step, buckets, usual)
 
@@ -322,13 +281,14 @@ def _measure_needed_bytes(runner, model, run, buckets=0, usual_share=1) -> int |
     use is measured, and what has no room is out of memory. Each process runs by itself, because processes that have
     room would wait for one that has none.
     """
-    from .detector import held_tensors  # noqa: PLC0415
     from .device import is_out_of_memory  # noqa: PLC0415
+    from .held import held_tensors, state_bytes, storage_bytes  # noqa: PLC0415
     from .memory import LiveBytes  # noqa: PLC0415
     from .planner import CONTEXT, count_needed_bytes  # noqa: PLC0415
     from .reserved import reserved_bytes  # noqa: PLC0415
 
-    states = _list_state_bytes(runner.optim_wrapper)
+    states = [size for one in _wrappers(runner) for size in state_bytes(one.optimizer)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # of steps before this one
     try:
         if next(model.parameters()).is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -340,8 +300,7 @@ def _measure_needed_bytes(runner, model, run, buckets=0, usual_share=1) -> int |
             return min(int(torch.cuda.max_memory_allocated() + CONTEXT), _get_gpu_memory(model))
         with LiveBytes(record=True) as counter:
             run()
-        copies = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
-        held = [*states, *(t.nbytes for one in (model, *copies) for t in held_tensors(one))]
+        held = [*states, *storage_bytes([*held_tensors(model, *runner.hooks), *gradients])]
         row = dict(peak=sum(held) + counter.peak, gradients=buckets)
         return count_needed_bytes(dict(row, **reserved_bytes(held, counter.events, usual_share)), ddp=True)
     except RuntimeError as error:
@@ -354,17 +313,9 @@ def _measure_needed_bytes(runner, model, run, buckets=0, usual_share=1) -> int |
             torch.cuda.empty_cache()
 
 
-def _list_state_bytes(wrapper) -> list[int]:
-    """Return the bytes of each of the states that an optimizer will make in its first step."""
-    optimizers = [one.optimizer for one in wrapper.values()] if hasattr(wrapper, 'values') else [wrapper.optimizer]
-    sizes = []
-    for optimizer in optimizers:
-        size = 1 if '8bit' in type(optimizer).__name__ else None
-        for group in optimizer.param_groups:
-            copies = 2 if 'betas' in group else bool(group.get('momentum'))
-            new = [p for p in group['params'] if p.requires_grad and p not in optimizer.state]
-            sizes += [p.numel() * (size or p.element_size()) for p in new for _ in range(copies)]
-    return sizes
+def _wrappers(runner):
+    wrapper = runner.optim_wrapper
+    return [*wrapper.values()] if hasattr(wrapper, 'values') else [wrapper]
 
 
 def _get_gpu_memory(model):
