@@ -3,11 +3,14 @@
 import re
 
 import pytest
+import torch
 from helpers import CONFIGS
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.structures import InstanceData
 
 from sbp_mmdet.plan import command
-from sbp_mmdet.plan.config_checks import check_config
+from sbp_mmdet.plan.config_checks import check_config, find_small_heads
 from sbp_mmdet.plan.pipeline import CannotRun
 from sbp_mmdet.plan.rehearse import refuse_more_classes
 from sbp_mmdet.plan.variants import load_config
@@ -153,3 +156,30 @@ def test_classes_of_the_data_are_those_of_the_heads(dataset):
     ):
         with pytest.raises(CannotRun, match='num_classes=2, but the training data have 3 classes'):
             refuse_more_classes(Config(dict(model=model)), dataset)
+
+
+class Mapped(Data):
+    """A data set whose pipeline gives every box the first label, or one of all."""
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, i):
+        sample = DetDataSample(gt_instances=InstanceData(labels=torch.tensor([self.labels[i]])))
+        return dict(inputs=torch.zeros(3, 4, 4), data_samples=sample)
+
+
+def test_labels_are_those_that_the_pipeline_gives():
+    config = Config(dict(model=dict(bbox_head=dict(num_classes=1))))
+    refuse_more_classes(config, Mapped([0, 0]))
+    with pytest.raises(CannotRun, match='num_classes=1, but the training data have 3 classes'):
+        refuse_more_classes(config, Mapped([0, 2]))
+
+
+def test_heads_that_do_not_tell_classes_apart_may_have_one():
+    heads = [dict(type='FCNMaskHead', num_classes=1, class_agnostic=agnostic) for agnostic in (True, False)]
+    found = [find_small_heads(Config(dict(model=dict(roi_head=dict(mask_head=head)))), 3) for head in heads]
+    assert found == [{}, {'roi_head.mask_head': 1}]

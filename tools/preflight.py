@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS, HOOKS, MODELS, OPTIMIZERS
+from mmdet.registry import DATASETS, HOOKS, MODELS, OPTIMIZERS, TRANSFORMS
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
@@ -105,7 +105,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             if path:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
                 names = check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
-                if split == 'train' and classes:
+                if split == 'train' and classes and _labels_are_categories(kind, config):
                     _check_num_classes(config, len(set(classes) & set(names)), len(classes))
         _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
@@ -113,6 +113,17 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
             if path and evaluator.get('type') in ('CocoMetric', 'mmdet.CocoMetric'):
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
+
+
+def _labels_are_categories(kind, config):
+    """Return whether the labels of boxes are the file's categories: no transform of the user's own may map them.
+
+    A panoptic data set, for example, has categories that no box has.
+    """
+    found = [step.get('type') for step in _dicts((config.get('train_dataloader') or {}).get('dataset'))]
+    steps = [TRANSFORMS.get(name) if isinstance(name, str) else name for name in found]
+    own = [step for step in steps if step is not None and step.__module__.partition('.')[0] not in ('mmcv', 'mmdet')]
+    return kind.parse_data_info is CocoDataset.parse_data_info and not own
 
 
 def _check_num_classes(config, labels, known):
@@ -129,6 +140,8 @@ def _check_num_classes(config, labels, known):
     }
     for name, found in heads.items():
         for head in found if isinstance(found, (list, tuple)) else [found or {}]:
+            if head.get('class_agnostic'):
+                continue
             if isinstance(number := head.get('num_classes'), int) and number < labels:
                 raise PreflightError(
                     f'model.{name}: num_classes={number}, but the training data have {labels} classes; set '

@@ -210,7 +210,7 @@ def _replace_transforms(node, channels, blank):
     return node
 
 
-def blank_copy(dataset, channels: int, step: list | None, blank: bool):
+def blank_copy(dataset, channels: int, step: list | None, blank: bool, pack: bool = False):
     """Copy a data set with a pipeline whose images are blank. The annotations are shared.
 
     Args:
@@ -218,6 +218,7 @@ def blank_copy(dataset, channels: int, step: list | None, blank: bool):
         channels (int): Number of channels of images that are not read.
         step (list | None): Pipeline that replaces the data set's own. If ``None``, its own.
         blank (bool): Whether images are blank. If ``False``, they are read.
+        pack (bool): Whether samples are packed as the data set packs them, and not replaced by shapes. Default: False.
 
     Returns:
         The copy.
@@ -229,14 +230,15 @@ def blank_copy(dataset, channels: int, step: list | None, blank: bool):
         if inner is not None:
             many = isinstance(inner, (list, tuple))
             copies = [
-                blank_copy(one, channels, step if key == '_dataset' else None, blank)
+                blank_copy(one, channels, step if key == '_dataset' else None, blank, pack)
                 for one in (inner if many else [inner])
             ]
             setattr(dataset, key, copies if many else copies[0])
     if step is not None and '_dataset' not in vars(dataset):
         dataset.pipeline = Compose(copy.deepcopy(step))
     if 'pipeline' in vars(dataset):
-        dataset.pipeline = _replace_transforms(copy.deepcopy(dataset.pipeline), channels, blank)
+        dataset.pipeline = copy.deepcopy(dataset.pipeline)
+        dataset.pipeline = dataset.pipeline if pack else _replace_transforms(dataset.pipeline, channels, blank)
     if 'max_refetch' in vars(dataset):
         dataset.max_refetch = min(dataset.max_refetch, _REFETCHES)
     return dataset

@@ -152,24 +152,25 @@ def refuse_more_classes(config: Config, dataset) -> None:
     Raises:
         CannotRun: If labels of the data set are none of a head's classes.
     """
+    from .config_checks import find_small_heads  # noqa: PLC0415
     from .pipeline import CannotRun  # noqa: PLC0415
+    from .real_batches import real_labels  # noqa: PLC0415
 
-    inner = [*(getattr(dataset, 'datasets', None) or [getattr(dataset, 'dataset', None)])]
-    for one in filter(None, inner):
-        refuse_more_classes(config, one)
-    classes = len(getattr(dataset, 'cat2label', ()))  # those of metainfo that the annotations have
-    model = config.model.get('detector') or config.model
-    roi_head = model.get('roi_head') or {}
-    heads = {'bbox_head': model.get('bbox_head')}
-    heads |= {f'roi_head.{name}': roi_head.get(name) for name in ('bbox_head', 'mask_head')}
-    for name, heads_here in heads.items():
-        for head in heads_here if isinstance(heads_here, (list, tuple)) else [heads_here or {}]:
-            number = head.get('num_classes')
-            if isinstance(number, int) and number < classes:
-                raise CannotRun(
-                    f'model.{name}: num_classes={number}, but the training data have {classes} classes; set '
-                    f'num_classes={classes} in every head of the model'
-                )
+    known = _count_classes(dataset)
+    small = find_small_heads(config, known)
+    # A transform may map labels to others, and a panoptic data set has classes that no box has.
+    classes = known if not small or not hasattr(dataset, '__getitem__') else real_labels(dataset)
+    for name, number in find_small_heads(config, classes or 0).items():
+        raise CannotRun(
+            f'model.{name}: num_classes={number}, but the training data have {known} classes; set '
+            f'num_classes={known} in every head of the model'
+        )
+
+
+def _count_classes(dataset):
+    """Return the number of classes of metainfo that the annotations of a data set have."""
+    inner = getattr(dataset, 'datasets', None) or [getattr(dataset, 'dataset', None)]
+    return max(len(getattr(dataset, 'cat2label', ())), *(_count_classes(one) if one else 0 for one in inner))
 
 
 def build_largest_validation(runner) -> list[tuple[dict, str]] | None:

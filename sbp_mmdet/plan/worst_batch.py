@@ -6,6 +6,7 @@ that remain of the two groups at the end of an epoch share a batch, too.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from .pipeline import Samples
 from .rare_sizes import expected_largest
 from .transforms import name_of
 
-__all__ = ['Batch', 'Batches', 'draw_batches']
+__all__ = ['Batch', 'Batches', 'draw_batches', 'groups_of_samples']
 
 # Number of batches that are drawn. A training on COCO, 12 epochs of two images on each of eight GPUs, has 88,000.
 _DRAWS = 100_000
@@ -84,7 +85,7 @@ def draw_batches(samples: Samples, config: Config, dataset, batch: int, processe
         drawn.append(_draw_at(rng, samples, indices))
         every += _draw_at_with_each(rng, samples, indices)
     else:
-        groups = list(_groups(samples, config, batch))
+        groups = list(groups_of_samples(samples, config, batch))
         if (samples.sizes == samples.sizes[0]).all():
             draws = 1
         shares = np.array([samples.weight[np.concatenate([inside for inside, _ in group])].sum() for group in groups])
@@ -112,8 +113,14 @@ def _size_of_main(batch, config):
     return _resize_and_pad(int(height), int(width), config, usual=True)
 
 
-def _groups(samples, config, batch):
-    """Yield the sampler's groups: lists of (indices of the samples of a source, number of them in a batch)."""
+def groups_of_samples(samples: Samples, config: Config, batch: int) -> Iterator[list[tuple]]:
+    """Yield the sampler's groups: lists of (indices of the samples of a source, number of them in a batch).
+
+    Args:
+        samples (Samples): Result of :func:`.pipeline.sample_pipeline`.
+        config (Config): Config of the detector.
+        batch (int): Number of images of a batch.
+    """
     loader = config.get('train_dataloader') or {}
     sampler, of_batches = loader.get('sampler') or {}, name_of(loader.get('batch_sampler') or {})
     grouped = of_batches in GROUPING or name_of(sampler).startswith('Group')
@@ -242,7 +249,7 @@ def _find_crowd(samples, branch, batch):
 
 
 def _preprocessor(config):
-    preprocessor = config.model.get('data_preprocessor') or {}
+    preprocessor = (config.get('model') or {}).get('data_preprocessor') or {}
     return preprocessor.get('data_preprocessor') or preprocessor
 
 
