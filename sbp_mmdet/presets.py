@@ -77,7 +77,7 @@ def preset_named(name: str) -> Preset:
     """
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(f'{name}', PRESETS, n=1) or ['sbp'] * f'{name}'.startswith('paper')
+    near = difflib.get_close_matches(f'{name}'.lower(), PRESETS, n=1) or ['sbp'] * f'{name}'.startswith('paper')
     hint = f"did you mean '{near[0]}'? The presets are" if near else 'choose one of'
     raise ValueError(f'preset={name!r} is unknown; {hint} {[*PRESETS]}')
 

@@ -1,17 +1,24 @@
 """Batches of samplers that do not draw images at random, beside those of the real loader."""
 
+from types import SimpleNamespace
+
 import cv2
 import numpy as np
 import pytest
-from mmdet.registry import DATA_SAMPLERS
-from mmengine.registry import init_default_scope
+import torch
+from mmdet.datasets.transforms import PackDetInputs
+from mmdet.registry import DATA_SAMPLERS, DATASETS, TRANSFORMS
+from mmengine.config import Config
+from mmengine.registry import FUNCTIONS, init_default_scope
 from mmengine.runner import Runner
 from PIL import Image
 from test_plan_sizes import coco, config_of
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.pipeline import sample_pipeline
+from sbp_mmdet.plan.real_batches import has_usual_structure
+from sbp_mmdet.plan.rehearse import build_largest_batch
 
 # Neighbours are alike, so that a fixed order gives small batches: any two of them would need 120 x 120.
 SHAPES = [(40, 120), (50, 120), (120, 40), (120, 50)]
@@ -127,3 +134,84 @@ def test_a_single_file_of_another_size_than_its_annotations(kind, tmp_path):
         Image.new('RGB', (120, 40)).save(folder / '4.png', format='JPEG', exif=exif)
         wanted = (120, 120)
     assert find_training_inputs(config_of(folder, [], sampler=None))[1:3] == wanted
+
+
+@FUNCTIONS.register_module(force=True)
+def twice_and_padded(batch):
+    """Each image twice, with a margin."""
+    inputs = [torch.nn.functional.pad(one['inputs'], (0, 8, 0, 24)) for one in batch for _ in range(2)]
+    return dict(inputs=inputs, data_samples=[one['data_samples'] for one in batch for _ in range(2)])
+
+
+@TRANSFORMS.register_module(force=True)
+class PacksMore(PackDetInputs):
+    """Packs numbers of the user's own: in the ground truth, in the meta information, beside the images, or alone."""
+
+    def __init__(self, where):
+        super().__init__(meta_keys=('img_id', 'img_shape'))
+        self.where = where
+
+    def transform(self, results):
+        packed = super().transform(results)
+        sample = packed['data_samples']
+        if self.where == 'truth':
+            sample.gt_instances.distances = torch.ones(len(sample.gt_instances))
+        elif self.where == 'meta':
+            sample.set_metainfo(dict(altitude=3.0))
+        elif self.where == 'beside':
+            packed['depth'] = torch.zeros(1, *packed['inputs'].shape[1:])
+        else:
+            return dict(picture=packed['inputs'])
+        return packed
+
+
+def rehearsed(config):
+    init_default_scope('mmdet')
+    loader = Runner.build_dataloader(config.train_dataloader, seed=7)
+    return loader, *build_largest_batch(SimpleNamespace(train_dataloader=loader, cfg=config))
+
+
+def test_a_collation_of_ones_own_makes_the_batch(tmp_path):
+    config = config_of(coco(tmp_path, [(40, 60), (50, 80), (30, 90)]), [], sampler=None, batch=1)
+    config.train_dataloader.collate_fn = dict(type='twice_and_padded')
+    loader, batch, shape = rehearsed(config)
+    assert not has_usual_structure(loader) and len(batch['inputs']) == 2
+    assert (shape['batch'], shape['height'], shape['width'], shape['boxes']) == (2, 50 + 24, 80 + 8, 3)
+
+
+@pytest.mark.parametrize('where', ['truth', 'meta', 'beside', 'alone'])
+def test_what_the_users_transform_packs_is_in_the_batch(where, tmp_path):
+    config = config_of(coco(tmp_path, [(40, 60), (50, 80), (30, 90)]), [], sampler=None)
+    config.train_dataloader.dataset.pipeline[-1] = dict(type='PacksMore', where=where)
+    state, (_, batch, shape) = np.random.get_state()[1].copy(), rehearsed(config)
+    assert (np.random.get_state()[1] == state).all()
+    assert (shape['batch'], shape['channels']) == (2, 3) and (50, 80) <= (shape['height'], shape['width'])
+    if where == 'truth':
+        assert all(one.gt_instances.distances.sum() == len(one.gt_instances) for one in batch['data_samples'])
+    elif where == 'meta':
+        assert all(one.altitude == 3.0 for one in batch['data_samples'])
+    else:
+        key = 'depth' if where == 'beside' else 'picture'
+        assert len(batch[key]) == 2 and batch.keys() >= {key}
+
+
+@DATASETS.register_module(force=True)
+class OfTorch(Dataset):
+    """A data set that is none of mmengine's: without annotations to ask, and without a pipeline."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        results = dict(img=np.zeros((40 + 10 * i, 60, 3), np.uint8), img_id=i, img_shape=(40 + 10 * i, 60))
+        return PackDetInputs(meta_keys=('img_id', 'img_shape')).transform(results)
+
+
+def test_a_data_set_of_torch(tmp_path):
+    config = config_of(tmp_path, [], sampler=None)
+    config.train_dataloader.dataset = dict(type='OfTorch')
+    assert find_training_inputs(config)[:3] == (2, 80, 60)
+    loader, _, shape = rehearsed(config)
+    assert (shape['height'], shape['width']) == (80, 60) and has_usual_structure(loader)
+    objects = SimpleNamespace(train_dataloader=loader, cfg=Config())  # a runner of objects has no config
+    assert build_largest_batch(objects)[1]['height'] == 80

@@ -202,8 +202,9 @@ def find_classes(config: Config) -> tuple[int, bool]:
             for item in node:
                 collect(item)
 
-    collect(config.model)
-    roi_head = config.model.get('roi_head')
-    masks = (roi_head.get('mask_head') if isinstance(roi_head, dict) else None) or config.model.get('mask_head')
-    masks = masks or (config.model.get('data_preprocessor') or {}).get('pad_mask')
+    model = config.get('model') or {}  # a runner of objects has no config
+    collect(model)
+    roi_head = model.get('roi_head')
+    masks = (roi_head.get('mask_head') if isinstance(roi_head, dict) else None) or model.get('mask_head')
+    masks = masks or (model.get('data_preprocessor') or {}).get('pad_mask')
     return min(numbers, default=1), bool(masks)

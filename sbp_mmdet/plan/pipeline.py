@@ -29,7 +29,7 @@ from .blank_images import NO_BOXES, as_array, blank_copy, make_polygon
 from .errors import describe_data_error
 from .transforms import channels_of, name_of
 
-__all__ = ['CannotRun', 'Samples', 'build_train_dataset', 'sample_pipeline', 'seeded_generators']
+__all__ = ['CannotRun', 'Samples', 'build_train_dataset', 'read_info', 'sample_pipeline', 'seeded_generators']
 
 # Widths, heights and approximate frequencies of COCO's images, including the most elongated ones.
 COCO_SIZES = (
@@ -102,7 +102,8 @@ def build_train_dataset(config: Config) -> tuple[object, str]:
     with _discard_output():
         try:
             dataset = DATASETS.build(cfg)
-            dataset.full_init()
+            if hasattr(dataset, 'full_init'):
+                dataset.full_init()
             return dataset, 'those of the annotations'
         except (OSError, ImportError):  # files are missing, or a package that reads other data sets than COCO
             pass
@@ -199,7 +200,7 @@ def _make_readable(step):
 
 def _run_on_samples(dataset, batch) -> Samples:
     total, rng = len(dataset), np.random.default_rng(0)
-    infos = [_read_info(dataset, i) for i in range(total)]
+    infos = [read_info(dataset, i) for i in range(total)]
     order = np.concatenate([rng.permutation(total) for _ in range(-(-_ROUNDS[-1] // total))])
     items, seen, done, begun = [], None, 0, time.process_time()
     for end in _ROUNDS:
@@ -249,9 +250,14 @@ def _is_without_data(dataset):
     return isinstance(dataset, _CocoSizedImages)
 
 
-def _read_info(dataset, i):
-    """Return height, width, number of boxes and source of an image by its annotations; unknown sizes are 0."""
-    info = dataset.get_data_info(i)
+def read_info(dataset, i):
+    """Return height, width, number of boxes and source of an image by its annotations; unknown sizes are 0.
+
+    Args:
+        dataset: A data set, or a wrapper of data sets.
+        i (int): Index of the image.
+    """
+    info = dataset.get_data_info(i) if hasattr(dataset, 'get_data_info') else {}
     info = info if isinstance(info, dict) else {}
     starts = getattr(dataset, 'cumulative_sizes', ())
     return (

@@ -119,10 +119,15 @@ def build_largest_batch(runner) -> tuple[dict, dict]:
     """
     from .batch import build_batch  # noqa: PLC0415
     from .inputs import find_classes, find_training_inputs  # noqa: PLC0415
+    from .real_batches import build_real_batch, has_usual_structure  # noqa: PLC0415
 
     loader = runner.train_dataloader
     refuse_more_classes(runner.cfg, loader.dataset)
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
+    described = (runner.cfg.get('train_dataloader') or {}).get('dataset') and runner.cfg.get('model')
+    if not described or not has_usual_structure(loader):  # a runner may be built of objects, without a config
+        images = images or (runner.cfg.get('train_dataloader') or {}).get('batch_size', 1)
+        return build_real_batch(loader, runner.cfg, images)
     inputs = find_training_inputs(runner.cfg, images, dataset=loader.dataset, processes=get_world_size())
     classes, masks = find_classes(runner.cfg)
     make = functools.partial(
@@ -185,16 +190,14 @@ def build_largest_validation(runner) -> list[tuple[dict, str]] | None:
         list[tuple[dict, str]] | None: One or two batches, and their descriptions as a text; ``None`` if the runner does
         not validate, or uses a loop without a data loader.
     """
-    from .pipeline import CannotRun, sample_pipeline  # noqa: PLC0415
+    from .pipeline import CannotRun, read_info, sample_pipeline  # noqa: PLC0415
 
     loop = getattr(runner, '_val_loop', None)
     loader = getattr(loop, 'dataloader', None)
     if loader is None or not len(loader.dataset):
         return None
     dataset = loader.dataset
-    sizes = [
-        (info.get('height') or 0, info.get('width') or 0) for info in map(dataset.get_data_info, range(len(dataset)))
-    ]
+    sizes = [read_info(dataset, i)[:2] for i in range(len(dataset))]
     chosen = [max(range(len(sizes)), key=lambda i: sizes[i][0] * sizes[i][1])]
     with contextlib.suppress(CannotRun):  # a pipeline without inputs has a step of its own
         samples = sample_pipeline(dataset, runner.cfg)

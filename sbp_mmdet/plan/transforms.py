@@ -46,7 +46,8 @@ def channels_of(config: Config) -> int:
     Args:
         config (Config): Config of a detector, or of a model that holds one.
     """
-    return ((config.model.get('detector') or config.model).get('backbone') or {}).get('in_channels') or 3
+    model = config.get('model') or {}  # a runner of objects has no config
+    return ((model.get('detector') or model).get('backbone') or {}).get('in_channels') or 3
 
 
 def _flat(value):
