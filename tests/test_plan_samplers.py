@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from mmdet.datasets import CocoDataset
 from mmdet.datasets.transforms import PackDetInputs
 from mmdet.registry import DATA_SAMPLERS, DATASETS, TRANSFORMS
 from mmengine.config import Config
@@ -193,6 +194,28 @@ def test_what_the_users_transform_packs_is_in_the_batch(where, tmp_path):
     else:
         key = 'depth' if where == 'beside' else 'picture'
         assert len(batch[key]) == 2 and batch.keys() >= {key}
+
+
+@DATASETS.register_module(force=True)
+class CountsReads(CocoDataset):
+    """A data set that counts what is read of it."""
+
+    def __init__(self, *args, **kwargs):
+        self.reads = {}
+        super().__init__(*args, **kwargs)
+
+    def __getitem__(self, i):
+        self.reads[i] = self.reads.get(i, 0) + 1
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize('collate', ['pseudo_collate', 'twice_and_padded'])
+def test_a_data_set_does_not_notice(collate, tmp_path):
+    config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
+    config.train_dataloader.dataset.type = 'CountsReads'
+    config.train_dataloader.collate_fn = dict(type=collate)
+    config.model.bbox_head = dict(num_classes=1)
+    assert rehearsed(config)[0].dataset.reads == {}
 
 
 @DATASETS.register_module(force=True)

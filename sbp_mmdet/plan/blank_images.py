@@ -20,6 +20,8 @@ from mmdet.structures.mask import PolygonMasks
 from mmengine.dataset import Compose
 from PIL import Image
 
+from .held import MUTABLE
+
 __all__ = ['NO_BOXES', 'as_array', 'blank_copy', 'make_polygon']
 
 NO_BOXES = np.zeros((0, 4))
@@ -224,7 +226,9 @@ def blank_copy(dataset, channels: int, step: list | None, blank: bool, pack: boo
         The copy.
     """
     original, dataset = dataset, object.__new__(type(dataset))  # mmengine's slice of a data set cannot be copied
-    vars(dataset).update(vars(original))
+    # Its containers are its own, so that counters and caches of the user's data set stay as they are.
+    own = {key: copy.copy(value) if type(value) in MUTABLE else value for key, value in vars(original).items()}
+    vars(dataset).update(own)
     for key in ('datasets', 'dataset', '_dataset'):
         inner = vars(dataset).get(key)
         if inner is not None:

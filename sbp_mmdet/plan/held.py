@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ['held_objects', 'held_tensors', 'is_of_the_user', 'state_bytes', 'storage_bytes']
+__all__ = ['CONTAINERS', 'MUTABLE', 'held_objects', 'held_tensors', 'is_of_the_user', 'state_bytes', 'storage_bytes']
 
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+# Containers whose content may be put back in place.
+MUTABLE = (list, dict, set, collections.OrderedDict, collections.Counter, collections.defaultdict, collections.deque)
 # Packages whose objects are known to hold no tensors of the device besides modules, or to hold the whole training.
 _LIBRARIES = {*sys.stdlib_module_names, 'torch', 'numpy', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'sbp_mmdet'}
 _ON_THE_HOST = (Dataset, DataLoader, Sampler)

@@ -1,6 +1,5 @@
 """A training step that leaves nothing behind: weights, attributes, gradients, random states, the message hub."""
 
-import collections
 import contextlib
 import random
 from collections.abc import Iterator
@@ -11,12 +10,9 @@ from torch import Tensor, nn
 
 from ..apply import draws_of
 from ..verify.dry_run import put_tensor_back, restored_messages, restored_random_states
-from .held import held_objects, is_of_the_user
+from .held import MUTABLE, held_objects, is_of_the_user
 
 __all__ = ['restored_state']
-
-# Containers whose content is put back, so that whoever else holds them sees it too.
-_MUTABLE = (list, dict, set, collections.OrderedDict, collections.Counter, collections.defaultdict, collections.deque)
 
 
 @contextlib.contextmanager
@@ -38,7 +34,7 @@ def restored_state(model: nn.Module) -> Iterator[None]:
     arrays = [array for one in found for array in _inside(one) if isinstance(array, np.ndarray)]
     arrays = [(array, array.copy()) for array in arrays]
     tensors = [(t, t.detach().to('cpu', copy=True)) for t in found if isinstance(t, Tensor) and t.is_leaf]
-    contents = [(one, [*one.items()] if isinstance(one, dict) else [*one]) for one in found if type(one) in _MUTABLE]
+    contents = [(one, [*one.items()] if isinstance(one, dict) else [*one]) for one in found if type(one) in MUTABLE]
     attributes = [(one, dict(vars(one))) for one in found if isinstance(one, nn.Module) or is_of_the_user(one)]
     try:
         with restored_random_states(devices), restored_messages():
