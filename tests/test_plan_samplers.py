@@ -180,6 +180,16 @@ def test_a_collation_of_ones_own_makes_the_batch(tmp_path):
     assert (shape['batch'], shape['height'], shape['width'], shape['boxes']) == (2, 50 + 24, 80 + 8, 3)
 
 
+def test_pictures_that_are_not_here_are_not_needed(tmp_path):
+    folder = coco(tmp_path, [(40, 60), (50, 80), (30, 90)])
+    for file in folder.glob('*.png'):
+        file.unlink()
+    config = config_of(folder, [], sampler=None)
+    config.model.bbox_head = dict(num_classes=1)
+    loader, _, shape = rehearsed(config)
+    assert has_usual_structure(loader) and (shape['height'], shape['width']) == (50, 90)
+
+
 @pytest.mark.parametrize('where', ['truth', 'meta', 'beside', 'alone'])
 def test_what_the_users_transform_packs_is_in_the_batch(where, tmp_path):
     config = config_of(coco(tmp_path, [(40, 60), (50, 80), (30, 90)]), [], sampler=None)
