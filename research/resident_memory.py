@@ -25,7 +25,7 @@ from provenance import describe_machine, output_file, write_json
 from sbp_mmdet.plan.detector import build_detector
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import parse_size
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import NotApplicable, load_config, plain, with_variant
 
 DEFAULT = ['none', 'with_cp+targets', 'with_cp+targets+cp-heads+cp-rpn+cp-neck', 'exact', 'int8']
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt: large blocks come by mmap and go back when they are freed
@@ -117,8 +117,13 @@ def main():
             found = lift(args.config, args.variants[0], args.batch, args.size, args.boxes, args.one == 'counted')
         print(f'LIFT {found:.1f}')
         return
-    rows = []
+    rows, config = [], plain(load_config(args.config))
     for variant in args.variants:
+        try:
+            with_variant(config, variant)
+        except NotApplicable as error:
+            print(f'{variant:45} not measured: {error}', flush=True)
+            continue
         try:
             megabytes = measure_lift(args.config, variant, args.batch, args.size, args.boxes)
         except RuntimeError as error:
