@@ -44,7 +44,8 @@ class _Buffer:
     @property
     def changed(self) -> bool:
         """Return whether the buffer was written to, or replaced, since then."""
-        now = self.module._buffers.get(self.name)
+        buffers = self.module._buffers
+        now = buffers[self.name] if self.name in buffers else None  # those of scripted modules have no `get`
         return now is not self.tensor or now._version != self.version
 
 

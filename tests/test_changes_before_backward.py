@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from unusual_models import MODELS, random_images
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.checkpointing import run_checkpointed
 from sbp_mmdet.ops.common.module_state import ModuleState, submodules
 from sbp_mmdet.passes import of_known_library
 
@@ -199,6 +200,48 @@ def test_parameters_that_are_written_to_are_an_error(family):
             p.mul_(1.1)
     with pytest.raises(RuntimeError, match=r'modified (by an inplace operation|in place)'):
         loss.backward()
+
+
+class Flagged(nn.Module):
+    """A layer whose factor depends on which flags there are, not on their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.doubles = nn.Linear(3, 3), True
+
+    def forward(self, x):
+        return (self.linear(x) * (2 if hasattr(self, 'doubles') else 5)).sin()
+
+
+def rename_flag(model):
+    del model.doubles
+    model.other = True
+
+
+def remove_first(model):
+    delattr(model, '0')
+
+
+@pytest.mark.parametrize(
+    ('make', 'change'),
+    [
+        (Flagged, rename_flag),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Sigmoid()), remove_first),
+    ],
+    ids=['same values', 'order'],
+)
+def test_keys_of_attributes_and_children(make, change):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(2, 3)
+    weights = [*model.parameters()]
+    expected = torch.autograd.grad(model(x).sum(), weights)
+    loss = run_checkpointed(model, model.forward, (x,), {}).sum()
+    change(model)
+    after = {*vars(model)}, [*model._modules.items()]
+    loss.backward()
+    assert ({*vars(model)}, [*model._modules.items()]) == after
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)
 
 
 def test_state_is_restored_after_an_error():

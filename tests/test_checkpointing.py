@@ -226,6 +226,23 @@ def test_buffers_are_as_after_one_run(kind):
         assert [buffer.data_ptr() for buffer in lean.buffers()] == places  # EMA and DDP hold on to them
 
 
+def test_a_scripted_part():
+    """torch's checkpoint cannot stop within a scripted module, so another one follows."""
+    nets = []
+    for _ in range(2):  # parameters of a copied scripted module get no gradients
+        torch.manual_seed(0)
+        part = torch.jit.script(nn.Sequential(nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6)))
+        nets.append(nn.ModuleDict(dict(neck=nn.Sequential(part, nn.Conv1d(6, 6, 1)))))
+    checkpoint_modules(nets[1], ['neck'])
+    x = torch.randn(4, 6, 6)
+    for net in nets:
+        net.neck(x).sin().sum().backward()
+    plain, lean = nets
+    for (name, p), q in zip(plain.named_parameters(), lean.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    torch.testing.assert_close(dict(lean.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0)
+
+
 def test_an_error_in_the_recomputation_leaves_nothing_behind():
     class Fails(nn.Module):
         runs = 0

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from mmcv.cnn import ConvModule
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.verify.dry_run import NoUpdate
+
+VERIFIES = True
 
 
 def at_once(wrapper, loss):
@@ -51,22 +54,24 @@ class Follows(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.student = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.student = ConvModule(3, 4, 3, norm_cfg=dict(type='BN'), bias=True)
         self.teacher = nn.Conv2d(3, 4, 3).requires_grad_(False)
 
     def forward(self, x):
-        self.teacher.weight.data.lerp_(self.student[0].weight.data, 0.1)
-        MessageHub.get_current_instance().update_scalar('follows', 1.0)
+        self.teacher.weight.data.lerp_(self.student.conv.weight.data, 0.1)
+        for name in ('known', 'new'):
+            MessageHub.get_current_instance().update_scalar(name, 1.0)
         return self.student(x).mean() + self.teacher(x).mean()
 
 
 def test_the_verification_keeps_what_a_forward_pass_writes_to_parameters_and_logs(monkeypatch):
     hub = MessageHub.get_instance('follows')
     monkeypatch.setattr(MessageHub, 'get_current_instance', lambda: hub)
+    hub.update_scalar('known', 0.0)  # of an earlier step
     torch.manual_seed(0)
     model, x = Follows(), torch.randn(2, 3, 8, 8)
-    expected = model.teacher.weight.lerp(model.student[0].weight, 0.1)
-    apply_lean(model)
+    expected = model.teacher.weight.lerp(model.student.conv.weight, 0.1)
+    assert apply_lean(model).changed
     model(x).backward()
     torch.testing.assert_close(model.teacher.weight, expected, rtol=0, atol=0)
-    assert len(hub.get_scalar('follows').data[0]) == 1
+    assert [hub.get_scalar(name).data[0].tolist() for name in ('known', 'new')] == [[0.0, 1.0], [1.0]]

@@ -138,6 +138,13 @@ def wrapped_weight(module):
     module.weight = Quantised(module.weight.detach())
 
 
+def scripted(module):
+    """Compile a copy of a convolution without padding of mmcv."""
+    plain = nn.Conv2d(module.in_channels, module.out_channels, 1, bias=False)
+    plain.weight = module.weight
+    return torch.jit.script(plain)
+
+
 BLOCK = 'stages.1.blocks.0'
 # Model, what is done to it, and what of it has to be named; '': it may be lean.
 BEFORE = {
@@ -149,6 +156,11 @@ BEFORE = {
     'LoRA in qkv of mmpretrain': ('ViT of mmpretrain', replace_module('layers.1.attn.qkv', LoRA), 'layers.1.attn.qkv'),
     'LoRA in MLP of ViT': ('ViT', replace_module('blocks.1.mlp.fc1', LoRA), 'blocks.1.mlp.fc1'),
     'LoRA in pointwise convolution': ('ConvNeXt', replace_module('stages.0.0.pointwise_conv1', LoRA), 'stages.0.0'),
+    'scripted convolution in a bottleneck': (
+        'ResNet',
+        replace_module('layer2.1.conv1', scripted),
+        'layer2.1.conv1',
+    ),
     'LoRA in a bottleneck': ('ResNet', replace_module('layer2.1.conv1', LoRA), 'layer2.1.conv1'),
     'LoRA in FFN': ('FFN', replace_module('layers.0.layers.1', LoRA), 'layers.0'),
     'LoRA in deformable attention': (

@@ -132,7 +132,8 @@ def _check_num_classes(config, labels, known):
     With more classes than metainfo names, training runs, but the evaluation fails with an IndexError.
     """
     model = config.model.get('detector') or config.model
-    roi_head = model.get('roi_head') or {}
+    roi_head = model.get('roi_head')
+    roi_head = roi_head if isinstance(roi_head, dict) else {}  # Co-DETR has a list of them
     heads = {
         'bbox_head': model.get('bbox_head'),
         'roi_head.bbox_head': roi_head.get('bbox_head'),

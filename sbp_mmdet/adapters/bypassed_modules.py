@@ -141,10 +141,13 @@ class _State(NamedTuple):
         return _parameters(owns) == (self.numbers, self.parameters, self.dtypes)
 
 
+_values = operator.methodcaller('values')
+
+
 def _parameters(owns):
     """Return the numbers of parameters of modules, given their attributes, and the parameters' classes and dtypes."""
     given = [own['_parameters'] for own in owns]
-    every = [*itertools.chain.from_iterable(map(dict.values, given))]
+    every = [*itertools.chain.from_iterable(map(_values, given))]
     return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]
 
 

@@ -254,7 +254,8 @@ class _Sums:
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
         t, needs, sums = self.t, self.needs, self.sums | self.products
         if not self.sums:  # there were no rows
-            sums = {name: None if p is None else zeros_for(p) for name, p in zip(_LAYERS, t[2:8], strict=True)}
+            given = {name: getattr(t, name) for name in _LAYERS}
+            sums = {name: None if p is None else zeros_for(p) for name, p in given.items()}
         total, b1 = sums['bias2'], sums['bias1'] if self.first else None
         w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if needs.weight1 else None
         outer = add_mean_term_(sums['weight2'], total, self.means[1]) if self.outer else None

@@ -136,7 +136,7 @@ def find_small_heads(config: Config, classes: int) -> dict[str, int]:
 
 
 def find_own_hooks(config: Config) -> list[str]:
-    """Return the names of hooks of the user's own classes, of which nobody knows what they hold.
+    """Return the names of the hooks whose classes are the user's own; what they hold on the GPU is unknown.
 
     Args:
         config (Config): A config that :func:`check_config` has approved of.

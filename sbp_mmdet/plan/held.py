@@ -20,10 +20,10 @@ _ON_THE_HOST = (Dataset, DataLoader, Sampler)
 
 
 def is_of_the_user(value: object) -> bool:
-    """Return whether an object is an instance of a class that somebody else than the known libraries wrote.
+    """Return whether an object is an instance of a class that belongs to none of the known libraries.
 
     Args:
-        value (object): Any object; classes, functions and modules of Python are of nobody.
+        value (object): Any object. The answer for classes and functions is ``False``.
     """
     if isinstance(value, type) or not hasattr(value, '__dict__') or callable(getattr(value, '__code__', None)):
         return False

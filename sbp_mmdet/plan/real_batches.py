@@ -154,7 +154,7 @@ def _samples_in(value) -> Iterator[DetDataSample]:
 
 
 def _read(dataset, images):
-    """Return samples of a copy of a data set, without a trace in random states."""
+    """Return samples of a copy of a data set; random states stay as they are."""
     dataset = blank_copy(dataset, 3, None, blank=False, pack=True)
     with seeded_generators():
         return [dataset[i] for i in images]

@@ -164,11 +164,10 @@ def refuse_more_classes(config: Config, dataset) -> None:
     known = _count_classes(dataset)
     small = find_small_heads(config, known)
     # A transform may map labels to others, and a panoptic data set has classes that no box has.
-    classes = known
     if small and hasattr(dataset, '__getitem__'):
         with contextlib.suppress(Exception):  # pictures that are not here
-            classes = real_labels(dataset)
-    for name, number in find_small_heads(config, classes or 0).items():
+            small = find_small_heads(config, real_labels(dataset) or 0)
+    for name, number in small.items():
         raise CannotRun(
             f'model.{name}: num_classes={number}, but the training data have {known} classes; set '
             f'num_classes={known} in every head of the model'

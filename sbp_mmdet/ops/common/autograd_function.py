@@ -337,7 +337,7 @@ def gradients_of(tensors: type, *others: str) -> type:
 
 
 class _Kinds(dict):
-    """For classes of what operations save: ``Tensor``, ``tuple``, or ``None`` for all other values.
+    """Cache of what a class is for :func:`take_tensors_out`: ``Tensor``, ``tuple``, or ``None`` for any other.
 
     A look-up takes a quarter of the time of ``isinstance``.
     """

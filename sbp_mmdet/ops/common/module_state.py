@@ -20,6 +20,7 @@ _TENSORS = '_parameters', '_buffers'
 _DICTS = *_TENSORS, '_modules', '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 _PLAIN = frozenset((Tensor, nn.Parameter))  # tensors of other classes are left to those who made them
 _get_dicts = operator.itemgetter(*_DICTS)
+_get_keys, _get_values = operator.methodcaller('keys'), operator.methodcaller('values')
 _get_requires_grad, _get_version = operator.attrgetter('requires_grad'), operator.attrgetter('_version')
 _ABSENT = object()
 
@@ -45,7 +46,7 @@ class ModuleState:
         self._modules = [*modules]
         self._kinds, now = [*map(type, self._modules)], self._read_dicts()
         self._dicts, self._items = [*map(dict, now)], _read_items(now)
-        parameters = chain(*[inner.values() for inner in now[len(self._modules) :: len(_DICTS)]])
+        parameters = chain.from_iterable(map(_get_values, now[len(self._modules) :: len(_DICTS)]))
         self._parameters = [p for p in parameters if type(p) in _PLAIN]
         self._needed, self._versions = self._read_parameters()
 
@@ -65,8 +66,9 @@ class ModuleState:
         """Return whether the modules are as they were."""
         if [*map(type, self._modules)] != self._kinds:
             return False
-        (sizes, values), (before, known) = _read_items(self._read_dicts()), self._items
-        return sizes == before and all(map(operator.is_, values, known))
+        *names, values = _read_items(self._read_dicts())
+        *before, known = self._items
+        return names == before and all(map(operator.is_, values, known))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -87,8 +89,9 @@ class ModuleState:
                 )
             if needed != self._needed:
                 for p, before, now in zip(self._parameters, self._needed, needed, strict=True):
-                    undo.append(functools.partial(p.requires_grad_, now))
-                    p.requires_grad_(before)
+                    if now != before:
+                        undo.append(functools.partial(p.requires_grad_, now))
+                        p.requires_grad_(before)
             if not self._is_present():
                 self._restore_modules(undo)
             yield
@@ -107,14 +110,17 @@ class ModuleState:
             own = vars(module)
             undo += _put_back(own, _attributes(own), _attributes(attributes))
             for name, before in zip(_DICTS, inner):  # noqa: B905  each module takes its dicts from the iterator
-                # FSDP takes parameters away and puts them back itself.
-                keys = own[name].keys() & before.keys() if name in _TENSORS else None
-                undo += _put_back(own[name], own[name], before, keys)
+                now = dict(own[name])
+                if name in _TENSORS:  # FSDP takes parameters away and puts them back itself
+                    undo += _put_back(own[name], now, before, now.keys() & before.keys())
+                elif steps := _put_back(own[name], now, before):
+                    _sort(own[name], before)
+                    undo += [*steps, functools.partial(_sort, own[name], now)]
 
 
 def _read_items(dicts):
-    """Return the number of items of each dict, and the values of all of them."""
-    return [*map(len, dicts)], [*chain.from_iterable(map(dict.values, dicts))]
+    """Return the number of items of each dict, and the keys and the values of all of them."""
+    return [*map(len, dicts)], *([*chain.from_iterable(map(get, dicts))] for get in (_get_keys, _get_values))
 
 
 @contextlib.contextmanager
@@ -164,9 +170,7 @@ def _put_back(mapping, now, before, keys=None):
         before (Mapping): The items before.
         keys (Iterable | None): Keys that may change. If ``None``, all may.
     """
-    if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
-        return []
-    undo, now = [], dict(now)
+    undo = []
     for key in dict.fromkeys((*now, *before)) if keys is None else keys:
         new, old = now.get(key, _ABSENT), before.get(key, _ABSENT)
         is_special = any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (new, old))
@@ -174,6 +178,11 @@ def _put_back(mapping, now, before, keys=None):
             _put(mapping, key, old)
             undo.append(functools.partial(_put, mapping, key, new))
     return undo
+
+
+def _sort(mapping, keys):
+    """Bring items into the order of some keys, in which a container runs its modules."""
+    mapping.update({key: mapping.pop(key) for key in keys if key in mapping})
 
 
 def _put(mapping, key, value):
