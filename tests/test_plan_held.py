@@ -231,6 +231,16 @@ def test_accumulated_gradients_count(retina, alone):
     assert row['forward'] - alone['forward'] == row['gradients'] == alone['gradients'] > 0
 
 
+@pytest.mark.parametrize('dtype', ['float64', 'float32', torch.float64])
+def test_precisions_that_autocast_of_a_gpu_refuses_are_counted_without_it(retina, alone, dtype):
+    config = Config(retina.to_dict())
+    config.optim_wrapper.update(type='AmpOptimWrapper', dtype=dtype)
+    assert measure_detector(config, **CASE)['forward'] == alone['forward']
+    config.optim_wrapper.dtype = 'bfloat16'
+    # with images so small, the casts of the weights count more than the smaller maps
+    assert measure_detector(config, **CASE)['forward'] != alone['forward']
+
+
 class OwnHook(Hook):
     """A hook of the user's."""
 
@@ -240,5 +250,7 @@ def test_what_is_not_counted_is_said(retina):
     assert 'Not counted' not in command._describe_run(config)
     config.custom_hooks = [dict(type=OwnHook), dict(type='EMAHook')]
     config.compile = True
+    config.train_dataloader = dict(collate_fn=dict(type='crops_of_batches'))
     said = command._describe_run(config)
+    assert 'collate_fn=crops_of_batches' in said and 'rehearse runs it' in said
     assert 'Not counted: what OwnHook may hold' in said and 'Not counted: compile=True' in said and 'EMA' not in said

@@ -263,6 +263,9 @@ def _describe_run(config):
         lines.append(f'Not counted: compile={config.compile!r}; compiled parts store and recompute what torch chooses.')
     if own := find_own_hooks(config):
         lines.append(f'Not counted: what {", ".join(own)} may hold on the GPU; sbp-mmdet rehearse measures that too.')
+    collation = name_of((config.get('train_dataloader') or {}).get('collate_fn') or {})
+    if collation not in ('', 'pseudo_collate'):
+        lines.append(f'Not counted: what collate_fn={collation} does to a batch; sbp-mmdet rehearse runs it.')
     if needs_mmpretrain(config):
         lines.append(f'The config {_describe_missing_backbone(config)}; counts and lines are for that backbone.')
     return ''.join(f'\n{line}' for line in lines)

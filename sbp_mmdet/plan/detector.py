@@ -242,10 +242,14 @@ def _wrapper_type(config):
 
 
 def _amp_dtype(config):
-    """Return the precision of the config's autocast, or ``None``. On a CPU, bf16 is used in place of fp16."""
+    """Return the precision of the config's autocast, or ``None``. On a CPU, bf16 is used in place of fp16.
+
+    A GPU's autocast takes these two only. With any other, torch warns and disables it.
+    """
     if 'Amp' not in _wrapper_type(config):
         return None
-    return None if str(config.optim_wrapper.get('dtype')).endswith('float32') else torch.bfloat16
+    name = str(config.optim_wrapper.get('dtype')).rpartition('.')[2]
+    return torch.bfloat16 if name in ('None', 'float16', 'bfloat16') else None
 
 
 def _count_bytes(tensors):
