@@ -16,7 +16,6 @@ import numpy as np
 import text_stand_in  # noqa: F401  registers the text encoder
 import torch
 from mmdet.models.layers.transformer import dino_layers
-from mmengine.structures import InstanceData
 from mmengine.utils import digit_version
 
 from sbp_mmdet.plan import detector as plan_detector
@@ -24,7 +23,6 @@ from sbp_mmdet.plan import detector as plan_detector
 __all__ = ['sources']
 
 _build_batch = plan_detector.build_batch
-_PER_BOX = 8  # proposals near each box, as in the planner
 _PRIORS = 10_000  # whose distances to all boxes are computed at once
 _SINGLE = torch.float32
 
@@ -58,7 +56,7 @@ def sources(folder: Path, config: str) -> Iterator[None]:
             made = _collated_one_by_one if 'ppyoloe' in config else _collated
         elif project == 'mmrotate':
             importlib.import_module('mmrotate.structures')
-            stack.enter_context(_rotated_boxes_are_found())
+            stack.enter_context(_rotated_overlaps_in_fp64())
             made = _rotated
         if made:
             stack.enter_context(mock.patch.object(plan_detector, 'build_batch', made))
@@ -125,8 +123,8 @@ def _rotated(*args, **kwargs):
 
 
 @contextlib.contextmanager
-def _rotated_boxes_are_found():
-    """Make an untrained RPN find rotated objects, and compute overlaps of rotated boxes for detectors in fp64."""
+def _rotated_overlaps_in_fp64():
+    """Compute overlaps of rotated boxes for detectors in fp64, of pairs that may overlap alone."""
     overlaps = importlib.import_module('mmrotate.structures.bbox.bbox_overlaps')
     overlap, rectangle = overlaps.box_iou_rotated, cv2.minAreaRect
 
@@ -142,7 +140,6 @@ def _rotated_boxes_are_found():
     with (
         mock.patch.object(cv2, 'minAreaRect', lambda points: rectangle(points.astype(np.float32))),
         mock.patch.object(overlaps, 'box_iou_rotated', near_pairs),
-        mock.patch.object(plan_detector, 'as_if_trained', _find_rotated),
     ):
         yield
 
@@ -157,32 +154,3 @@ def _pairs_that_may_overlap(a, b):
         rows, columns = np.nonzero(apart <= reach / 2)
         pairs.append((rows + start, columns))
     return tuple(torch.from_numpy(np.concatenate(found)) for found in zip(*pairs, strict=True))
-
-
-def _find_rotated(detector):
-    """Replace the proposals of an untrained RPN by boxes near and far from the ground truth, as the planner does."""
-    rpn = getattr(detector, 'rpn_head', None)
-    if rpn is None:
-        return
-    original = rpn.loss_and_predict
-
-    def loss_and_predict(x, samples, *args, **kwargs):
-        losses, results = original(x, samples, *args, **kwargs)
-        rng, number = np.random.default_rng(0), (kwargs.get('proposal_cfg') or {}).get('max_per_img')
-        return losses, [
-            _proposals(rng, s.gt_instances.bboxes, number or len(found), s.img_shape[:2], type(found.bboxes))
-            for s, found in zip(samples, results, strict=True)
-        ]
-
-    rpn.loss_and_predict = loss_and_predict
-
-
-def _proposals(rng, truth, number, size, kind):
-    """Return proposals of a type of boxes with the sizes of the true boxes, at most half of them near true boxes."""
-    near = min(_PER_BOX * len(truth), number // 2)
-    boxes = truth.tensor.cpu().numpy()[np.arange(number) % len(truth)].copy()
-    boxes[:near, :2] += rng.uniform(-0.05, 0.05, (near, 2)) * boxes[:near, 2:4]
-    boxes[near:, :2] = rng.uniform(0, 1, (number - near, 2)) * size[::-1]
-    boxes = type(truth)(torch.from_numpy(boxes).to(truth.tensor))
-    boxes = boxes.convert_to('hbox') if kind.__name__ == 'HorizontalBoxes' else boxes
-    return InstanceData(bboxes=boxes, scores=boxes.tensor.new_zeros(number), labels=torch.zeros(number).long())

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from mmdet.models.task_modules.assigners import DynamicSoftLabelAssigner
 from mmdet.structures import DetDataSample
-from mmdet.structures.bbox import HorizontalBoxes
+from mmdet.structures.bbox import BaseBoxes, HorizontalBoxes
 from mmdet.structures.mask import BitmapMasks
 from mmengine.logging import MessageHub
 from mmengine.structures import InstanceData, PixelData
@@ -129,6 +129,41 @@ def _draw_proposals(rng, truth, number, height, width, per_box=8):
     return InstanceData(bboxes=boxes, scores=torch.zeros(number), labels=torch.zeros(number, dtype=torch.long))
 
 
+def _move_boxes(rng, truth, number, height, width, per_box=8):
+    """Return proposals as :func:`_draw_proposals` does, for boxes of another kind: true boxes that are moved.
+
+    Args:
+        rng (np.random.Generator): Source of the places.
+        truth (np.ndarray): Boxes, shape (boxes, columns). With an odd number of columns these are a centre, a width, a
+            height and an angle (mmrotate), otherwise they are points.
+        number (int): Number of proposals.
+        height (int): Height of the image.
+        width (int): Width of the image.
+        per_box (int): Number of proposals near each box. Default: 8.
+    """
+    near = min(per_box * len(truth), number // 2)
+    boxes = np.resize(truth, (number, truth.shape[1])) if len(truth) else np.zeros((number, truth.shape[1]))
+    points = boxes.reshape(number, -1, 2) if truth.shape[1] % 2 == 0 else boxes[:, None, :2]
+    sides = np.ptp(points, axis=1) if points.shape[1] > 1 else boxes[:, 2:4]
+    moved = rng.uniform(-0.05, 0.05, (number, 2)) * sides
+    moved[near:] = rng.uniform(0, 1, (number - near, 2)) * (width, height) - points[near:].mean(1)
+    boxes = boxes.copy()
+    boxes[:, : 2 * points.shape[1]] += np.tile(moved, points.shape[1])
+    scores, labels = torch.zeros(number), torch.zeros(number, dtype=torch.long)
+    return InstanceData(bboxes=torch.from_numpy(boxes.astype(np.float32)), scores=scores, labels=labels)
+
+
+def _converted(boxes, like):
+    """Return boxes as a tensor, converted to the kind of other boxes, such as rotated ones to rectangles."""
+    if isinstance(boxes, BaseBoxes):
+        if isinstance(like, BaseBoxes):
+            boxes = boxes.convert_to(type(like))
+        elif like.shape[-1] == 4:
+            boxes = boxes.convert_to(HorizontalBoxes)
+        boxes = boxes.tensor
+    return boxes
+
+
 @contextlib.contextmanager
 def at_the_first_step() -> Iterator[None]:
     """Set iteration and epoch to 0 for heads that read them, within the context and if no runner has set them."""
@@ -222,11 +257,12 @@ def _find_near_the_truth(rpn, per_box, seed):
         total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')
         proposals = []
         for sample, result in zip(batch_data_samples, results, strict=True):
-            truth = sample.gt_instances.bboxes
-            truth = getattr(truth, 'tensor', truth).cpu().numpy()
-            number = total or len(result)
-            boxes = _draw_proposals(rng, truth, number, *sample.img_shape[:2], per_box)
-            proposals.append(boxes.to(result.bboxes.device))
+            truth = _converted(sample.gt_instances.bboxes, result.bboxes).cpu().numpy()
+            draw = _draw_proposals if truth.shape[1] == 4 else _move_boxes
+            drawn = draw(rng, truth, total or len(result), *sample.img_shape[:2], per_box).to(result.bboxes.device)
+            if isinstance(result.bboxes, BaseBoxes):
+                drawn.bboxes = type(result.bboxes)(drawn.bboxes)
+            proposals.append(drawn)
         return losses, proposals
 
     rpn.loss_and_predict = loss_and_predict
