@@ -113,6 +113,17 @@ def test_lines_are_short(tmp_path):
     ]
 
 
+@pytest.mark.parametrize('variant', ['exact', 'none', module.OWN])
+def test_trials_of_cudnn_are_turned_off(tmp_path, variant):
+    file = tmp_path / 'own.py'
+    file.write_text(f'{OWN}env_cfg = dict(cudnn_benchmark=True, dist_cfg=dict(backend="nccl"))\n')
+    config = load_config(file)
+    (tmp_path / 'pasted.py').write_text(f'{file.read_text()}{snippet(config, variant)}\n')
+    pasted = Config.fromfile(tmp_path / 'pasted.py', import_custom_modules=False)
+    assert pasted.env_cfg == dict(cudnn_benchmark=False, dist_cfg=dict(backend='nccl'))
+    assert (pasted.custom_hooks == config.custom_hooks) == (variant == module.OWN)
+
+
 def test_names_of_functions_and_comprehensions_are_not_the_configs(tmp_path):
     (tmp_path / 'own.py').write_text(f'custom_hooks = [{EMA}]\n{OWN.split("custom_hooks")[0]}')
     text = "_base_ = './own.py'\nnumber = len([custom_hooks for custom_hooks in 'ab'])\n"

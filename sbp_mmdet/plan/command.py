@@ -147,10 +147,8 @@ def _plan(args, config):
     finally:
         end_progress()
     best = choose_row(rows)
-    unchanged = best is None or best.variant == OWN
-    if best is not None and best.variant == 'none':
-        unchanged = is_plain(config) and not needs_mmpretrain(config)
-    lines = '' if unchanged else snippet(config, best.variant)
+    unchanged = best is not None and best.variant == 'none' and is_plain(config) and not needs_mmpretrain(config)
+    lines = '' if best is None else snippet(config, OWN if unchanged else best.variant)
     if args.json:
         _print_json(args, budget, inputs, rows, best, lines)
     else:
@@ -238,8 +236,6 @@ def _format_plan(args, config, inputs, budget, rows, best, lines):
         usual = f'; 1 batch in 1,000 is as large as {rare}, a usual one is {middle}'
     cuda = f'gaps between tensors, {MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
     note = f'Largest batch: {description} ({inputs.source}{usual}); with {cuda}.'
-    if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
-        note += ' Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes.'
     note += _describe_run(config)
     if best is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
@@ -248,7 +244,7 @@ def _format_plan(args, config, inputs, budget, rows, best, lines):
     elif not lines:
         end = f'It fits into {format_gib(budget)} as it is.'
     else:
-        how = '' if best.variant == 'none' else f' with {best.variant}'
+        how = '' if best.variant in ('none', OWN) else f' with {best.variant}'
         end = f'It fits into {format_gib(budget)}{how}. {format_heading(config)}\n\n{lines}'
     return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, best, budget)}'
 
@@ -259,6 +255,11 @@ def _describe_run(config):
     if config.get('val_dataloader') and config.get('val_cfg'):
         masks = ', which pastes masks into images of their full size' if find_classes(config)[1] else ''
         lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
+    if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
+        lines.append(
+            'Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes. The answer is for '
+            'cudnn_benchmark=False.'
+        )
     if config.get('compile'):
         lines.append(f'Not counted: compile={config.compile!r}; compiled parts store and recompute what torch chooses.')
     if own := find_own_hooks(config):

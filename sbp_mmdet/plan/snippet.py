@@ -6,6 +6,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 from .config_checks import list_imports
+from .planner import OWN
 from .variants import PLAIN, PLAIN_RUN, STANDS_IN, find_piece_changes, is_lean, needs_mmpretrain
 
 __all__ = ['format_heading', 'snippet']
@@ -18,20 +19,29 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
 
     Args:
         config (Config): The config as it was loaded from its file.
-        variant (str): The variant.
+        variant (str): The variant. :data:`.planner.OWN` changes no part of the model.
         batch (int | None): Number of images of a batch. If ``None``, it is not changed. Default: None.
 
     Returns:
         str: Lines of Python for the end of the file. If the file is not Python, or was installed with a package, they
-        are a config that inherits from it.
+        are a config that inherits from it. The trials of ``cudnn_benchmark=True``, which no plan can count, are
+        turned off. If there is nothing to change, the text is empty.
     """
+    style = _Style(config)
+    lines = [] if variant == OWN else _lines_of_variant(config, variant, style)
+    lines += style.changed('train_dataloader', dict(batch_size=batch) if batch else {})
+    if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
+        lines += style.changed('env_cfg', dict(cudnn_benchmark=False))
+    return '\n'.join([*style.head, *lines] if lines else [])
+
+
+def _lines_of_variant(config, variant, style):
     name, *pieces = variant.split('+')
     change, backbone = find_piece_changes(config, pieces), config.model.get('backbone') or {}
-    style = _Style(config)
     hooks = [] if name == 'none' else [dict(type=style.kind('LeanHook'), preset=name)]
     hooks += [dict(hook, type=style.kind(hook['type'])) for hook in change['custom_hooks']]
     missing = needs_mmpretrain(config)
-    lines = [*style.head]
+    lines = []
     imports = [one for one in list_imports(config) if not (missing and one.startswith('mmpretrain'))]
     if hooks and style.lazy:
         lines.append(f'from sbp_mmdet.hooks import {", ".join(hook["type"].name for hook in hooks)}')
@@ -52,9 +62,7 @@ def snippet(config: Config, variant: str, batch: int | None = None) -> str:
     changed = style.changed('optim_wrapper', change['wrapper'] | optimizer)
     if optimizer:
         changed[-1] += '  # needs bitsandbytes'
-    lines += changed
-    lines += style.changed('train_dataloader', dict(batch_size=batch) if batch else {})
-    return '\n'.join(lines)
+    return [*lines, *changed]
 
 
 def format_heading(config: Config) -> str:
