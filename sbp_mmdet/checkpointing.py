@@ -16,6 +16,7 @@ from .surgery import Mixin, members, mix_in, mix_out
 
 __all__ = [
     'Checkpointed',
+    'DrawsInside',
     'checkpoint_modules',
     'keep_buffers',
     'mix_out_checkpoint',
@@ -217,6 +218,10 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
     return [name for name, _ in chosen]
 
 
+class DrawsInside(ValueError):
+    """Error of a checkpoint around a layer that drops positions or images."""
+
+
 def refuse_replays(model: nn.Module) -> None:
     """Refuse checkpointing around layers that drop positions or images: the recomputation would draw others.
 
@@ -224,7 +229,7 @@ def refuse_replays(model: nn.Module) -> None:
         model (nn.Module): Model.
 
     Raises:
-        ValueError: If a checkpointed module contains such a layer.
+        DrawsInside: If a checkpointed module contains such a layer.
     """
     for outer, module in model.named_modules():
         if not isinstance(module, Checkpointed):
@@ -234,7 +239,7 @@ def refuse_replays(model: nn.Module) -> None:
             if layer is module and module.replays_draws:
                 continue
             if place is not None and place.draws is not None and place.draws.is_random(place.layer):
-                raise ValueError(
+                raise DrawsInside(
                     f"{outer} is checkpointed, but {inner} inside of it, with preset='{place.settings.preset.name}', "
                     'drops positions or images. It stores less than the checkpoint: remove it from '
                     'CheckpointModulesHook, or leave that part out of LeanHook(modules=[...])'

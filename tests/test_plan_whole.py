@@ -3,6 +3,7 @@
 import pytest
 
 from sbp_mmdet.plan import skip_arithmetic
+from sbp_mmdet.plan.counts import count_variants
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, plain, with_variant
 
@@ -63,3 +64,15 @@ def test_what_is_left_out_changes_nothing(name, variant, monkeypatch):
         assert left_out[key].keys() == whole[key].keys()
         for part, nbytes in whole[key].items():
             assert abs(left_out[key][part] - nbytes) <= norms + rest, (key, part)
+
+
+def test_where_nothing_fits_every_variant_is_counted():
+    """Among others, 'sbp' with everything checkpointed, which is refused where it drops positions of an encoder."""
+    config = small('dino')
+    config.model.backbone.update(depth=18, base_channels=16)
+    config.model.neck.in_channels = [32, 64, 128]
+    config.model.encoder.num_layers = config.model.decoder.num_layers = 1
+    rows = count_variants(config, 1, CASE)
+    presets = [row.variant.split('+')[0] for row in rows if '+amp' not in row.variant]
+    assert presets == ['none', 'with_cp', 'exact', 'exact_min', 'int8', 'sbp']
+    assert not any(row.fits for row in rows)

@@ -1,11 +1,13 @@
 """The variants of a detector that fit into a GPU: the config itself, or presets in the order of their costs."""
 
+import contextlib
 import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from mmengine.config import Config
 
+from ..checkpointing import DrawsInside
 from ..presets import PRESETS
 from .variants import NotApplicable, find_piece_changes
 
@@ -39,6 +41,8 @@ _ALL_PIECES = ('cp-heads', 'cp-transformer', 'cp-rpn', 'cp-neck')
 # Pieces beside a preset. 'exact_min' follows 'exact' in place of them.
 _LADDERS = dict.fromkeys(ORDER, ((), ('cp-heads',), _ALL_PIECES, (*_ALL_PIECES, 'adamw8bit')))
 _LADDERS |= dict(exact=((),), exact_min=((), ('adamw8bit',)))
+# Layers of a transformer that 'sbp' drops positions in are not checkpointed.
+_LADDERS['sbp'] = (*_LADDERS['sbp'][:2], ('cp-heads', 'cp-rpn', 'cp-neck'), *_LADDERS['sbp'][2:])
 
 
 class Row(NamedTuple):
@@ -205,12 +209,16 @@ def _list_variants(config, name):
 
 
 def _first_that_fits(variants, count_variant):
-    """Return the row of the first variant that fits, or else the smallest: a piece may cost more than it saves."""
+    """Return the row of the first variant that fits, or else the smallest: a piece may cost more than it saves.
+
+    Variants that checkpoint layers which drop positions cannot be trained, and are left out.
+    """
     rows = []
     for variant in variants:
-        rows.append(count_variant(variant))
-        if rows[-1].fits:
-            return rows[-1]
+        with contextlib.suppress(DrawsInside):
+            rows.append(count_variant(variant))
+            if rows[-1].fits:
+                return rows[-1]
     return min(rows, key=lambda row: row.need)
 
 
