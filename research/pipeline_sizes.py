@@ -1,4 +1,4 @@
-"""Compares the planner's largest batch with the largest of many batches of the real loader, for ten pipelines.
+"""Compares the planner's largest batch with the largest of many batches of the real loader.
 
     python research/pipeline_sizes.py    # 2,000 batches each; docs/results/pipeline_sizes.json and a table; no GPU
 
@@ -168,11 +168,63 @@ def _four_channels(folder):
     return config_of(folder, [RESIZE, FLIP], [dict(LOAD[0], color_type='unchanged'), LOAD[1]], batch=4)
 
 
+def _cached_mosaic(folder):
+    steps = [
+        dict(type='CachedMosaic', img_scale=(64, 64), pad_val=114.0),
+        dict(type='RandomResize', scale=(128, 128), ratio_range=(0.1, 2.0), keep_ratio=True),
+        dict(type='RandomCrop', crop_size=(64, 64)), dict(type='YOLOXHSVRandomAug'), FLIP,
+        dict(type='Pad', size=(64, 64), pad_val=dict(img=(114, 114, 114))),
+        dict(type='CachedMixUp', img_scale=(64, 64), ratio_range=(1.0, 1.0), max_cached_images=20),
+    ]  # fmt: skip
+    config = config_of(folder, steps)
+    config.train_dataloader.batch_sampler = None
+    return config
+
+
+def _expansion(folder):
+    steps = [
+        dict(type='Expand', ratio_range=(1, 4)), dict(type='MinIoURandomCrop', min_crop_size=0.3),
+        dict(type='Resize', scale=(30, 30), keep_ratio=False), FLIP,
+    ]  # fmt: skip
+    config = config_of(folder, steps, batch=8)
+    config.train_dataloader.batch_sampler = None
+    return config
+
+
+def _jitter_and_crop(folder):
+    steps = [dict(type='RandomResize', scale=(90, 90), ratio_range=(0.1, 2.0), keep_ratio=True)]
+    return config_of(folder, [*steps, dict(type='RandomCrop', crop_size=(90, 90)), FLIP])
+
+
+def _centre_crops(folder):
+    crop = dict(
+        type='RandomCenterCropPad', crop_size=(51, 51), ratios=(0.6, 0.8, 1.0, 1.2, 1.4), test_mode=False,
+        mean=[0, 0, 0], std=[1, 1, 1], to_rgb=True, test_pad_mode=None,
+    )  # fmt: skip
+    steps = [dict(type='PhotoMetricDistortion'), crop, FLIP]
+    return config_of(folder, steps, [dict(LOAD[0], to_float32=True), LOAD[1]], batch=6)
+
+
+def _balanced(folder):
+    config = config_of(folder, [RESIZE])
+    photographs = config.train_dataloader.dataset
+    others = dict(photographs, pipeline=[*LOAD, dict(RESIZE, scale=(90, 120)), *PACK])
+    balanced = dict(type='ClassBalancedDataset', dataset=photographs, oversample_thr=0.5)
+    config.train_dataloader.dataset = dict(type='ConcatDataset', datasets=[balanced, others])
+    return config
+
+
 PIPELINES: dict[str, tuple[list, int, Callable]] = {
     'crops of DETR and ConvNeXt': (PHOTOGRAPHS, 3, _crops),
     'mosaics of YOLOX': (PHOTOGRAPHS, 3, _mosaic),
     'large-scale jitter and copy-paste': (PHOTOGRAPHS, 3, _large_scale_jitter),
     'branches of SoftTeacher': (PHOTOGRAPHS, 3, _branches),
+    'multi-scale training': (PHOTOGRAPHS, 3, lambda folder: config_of(folder, [CHOICE, FLIP])),
+    'cached mosaics of RTMDet': (PHOTOGRAPHS, 3, _cached_mosaic),
+    'expansion and crops of SSD': (PHOTOGRAPHS, 3, _expansion),
+    'jitter and crops of EfficientDet': (PHOTOGRAPHS, 3, _jitter_and_crop),
+    'crops around centres of CornerNet': (PHOTOGRAPHS, 3, _centre_crops),
+    'class balance and two data sets': (PHOTOGRAPHS, 3, _balanced),
     'tiles': (TILES, 3, lambda folder: config_of(folder, [dict(RESIZE, scale=(80, 80))])),
     "a user's transform": (PHOTOGRAPHS, 3, lambda folder: config_of(folder, [RESIZE, dict(type='Enlarge')])),
     'four channels': (PHOTOGRAPHS, 4, _four_channels),
