@@ -127,7 +127,7 @@ class ConvNormSaved(NamedTuple):
         active (KeptMap | None): Input u of the activation, or the output of a ReLU. If ``None``, u is read from
             ``normed``.
         statistics (Statistics | None): Mean and reciprocal deviation, for 'batch' and 'group'.
-        factors (Factors | None): Factors of a 'fixed' norm. Cheaper to keep than to recompute.
+        factors (Factors | None): Numbers of a 'fixed' norm. Cheaper to keep than to recompute.
         count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
     """
 
@@ -199,8 +199,8 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     x = _bordered(s, x)
     folded = folds(s, t, x)
     norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
-    z = convolve(s, t, x, *norms.folded(0)) if folded else convolve(s, t, x)
-    factors = norms.factors if norms and (folded or any(needs)) else None
+    z = convolve(s, t, x, norms.columns[0], norms.shifts[0]) if folded else convolve(s, t, x)
+    factors = norms.factors._replace(shift=None) if norms and any(needs) else None
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = normalise(s, t, z)
@@ -213,7 +213,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
         made_here(y)
-    parameters = ConvNormTensors(None, *t[1:5], t.running_mean if factors else None)
+    parameters = ConvNormTensors(None, *t[1:5])
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
     return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, count)
 
@@ -237,14 +237,15 @@ def convolve(s, t, x, column=None, shift=None):
         x (Tensor): Input, shape (N, C, H, W), in the dtype of the settings.
         column (Tensor | None): Factor k of a fixed norm, shape (D, 1, 1, 1). If it is given, both are one convolution
             with the weight k W. If ``None``, the norm follows the convolution. Default: None.
-        shift (Tensor | None): Bias of that convolution, k * (b - mean) + norm_bias. Default: None.
+        shift (Tensor | None): Bias of that convolution, k * (b - mean) + norm_bias, in the dtype of the settings.
+            Default: None.
 
     Returns:
         Tensor: Shape (N, C', H', W').
     """
     geometry = s.stride, s.padding, s.dilation, s.groups
     if column is not None:
-        return torch.conv2d(x, multiplied(t.weight, column, s.dtype), cast(shift, s.dtype), *geometry)
+        return torch.conv2d(x, multiplied(t.weight, column, s.dtype), shift, *geometry)
     z = torch.conv2d(x, cast(t.weight, s.dtype), None if t.bias is None else cast(t.bias, s.dtype), *geometry)
     if s.norm != 'fixed':
         return z
@@ -327,7 +328,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     norms = parts = None
     if s.norm == 'fixed':
         norms = FixedNorms([(s, saved.tensors)], saved.factors)
-        (parts,) = parts_in_half([norms.column(0)]) if s.dtype == torch.float16 else (None,)
+        (parts,) = parts_in_half([norms.columns[0]]) if s.dtype == torch.float16 else (None,)
     dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
@@ -367,7 +368,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
-    factor, column = parts or (None, norms.column(number) if fixed else None)
+    factor, column = parts or (None, norms.columns[number] if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
     weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
@@ -381,7 +382,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         if needs.norm_weight:  # a product of two precisions is in the higher one, without a copy
             products = (dweight * t.weight).sum((1, 2, 3), dtype=dbias.dtype)
         if needs.bias:
-            bias = dbias * norms.column(number).view(-1)
+            bias = dbias * norms.columns[number].view(-1)
         if not needs.weight:
             dweight = column = None
         elif dweight.dtype is not column.dtype:
@@ -389,9 +390,9 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         return dx, FixedGradients(t, needs, number, dweight, column, bias, products, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
-        gradients['weight'] = cast(dweight, t.weight.dtype)
+        gradients['weight'] = dweight
     if needs.bias:
-        gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
+        gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else dbias
     return dx, gradients
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.fixed_norms import FixedGradients
+from .common.fixed_norms import Factors, FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.map_norms import affine_of_norm, zero_of
 from .common.sign_bits import SignBits
@@ -73,13 +73,13 @@ class KeptBlock(NamedTuple):
         last (KeptMap | None): Input r of its last layer. If ``None``, it is recomputed too.
         signs (tuple[SignBits, ...]): Signs of the ReLUs whose outputs are recomputed from the block's input.
         output (SignBits | None): Signs of the block's output. ``None`` for the last block, whose output is saved.
-        layers (tuple[KeptLayer, ...]): Statistics of each layer, those of the shortcut last.
+        layers (tuple[KeptLayer | None, ...]): Statistics of each layer, those of the shortcut last.
     """
 
     last: KeptMap | None
     signs: tuple[SignBits, ...]
     output: SignBits | None
-    layers: tuple[KeptLayer, ...]
+    layers: tuple[KeptLayer | None, ...]
 
 
 class Members(NamedTuple):
@@ -136,7 +136,10 @@ def of_blocks(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequenc
 
 
 def members_of(
-    blocks: Sequence[BlockSettings], tensors: Sequence[ConvNormTensors], backward: bool = False
+    blocks: Sequence[BlockSettings],
+    tensors: Sequence[ConvNormTensors],
+    backward: bool = False,
+    factors: Factors | None = None,
 ) -> list[Members]:
     """Return the layers of each block.
 
@@ -145,8 +148,9 @@ def members_of(
         tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, whose fields ``x`` and ``residual``
             are ``None``, in the order of :func:`settings_of_layers`.
         backward (bool): Whether they are for a backward pass. Default: False.
+        factors (Factors | None): Numbers of the fixed norms, if they are known. Default: None.
     """
-    layers = layers_of_pass([*zip(settings_of_layers(blocks), tensors, strict=True)], backward)
+    layers = layers_of_pass([*zip(settings_of_layers(blocks), tensors, strict=True)], backward, factors)
     return [
         Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1])
         for block, own in zip(blocks, of_blocks(blocks, layers), strict=True)
@@ -155,7 +159,7 @@ def members_of(
 
 def run_block(
     block: BlockSettings, members: Members, x: Tensor, saves: bool = False, saves_last: bool = True
-) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer, ...]]:
+) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
     Args:
@@ -205,7 +209,7 @@ def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | 
             x, z = known.inputs[i], known.outputs[i]
         else:
             z, out = rerun_layer(member, x, layer)
-            x, z = signs.relu_(out), None if layer.statistics is None else z
+            x, z = signs.relu_(out), None if layer is None else z
         inside.inputs.append(x)
         inside.outputs.append(z)
     return inside
@@ -264,12 +268,12 @@ def block_backward(
     if saved.last is not None:
         inputs.append(saved.last.load(x.dtype))
         outputs.append(saved.last)
-    outputs.append(None if saved.layers[len(own) - 1].statistics is None else own[-1].convolve(inputs[-1]))
+    outputs.append(None if saved.layers[len(own) - 1] is None else own[-1].convolve(inputs[-1]))
     inner = grad
     for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
         if isinstance(z, KeptMap):
-            z = None if saved.layers[i].statistics is None else z.before_norm(inner.dtype)
+            z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
         inner, gradients = layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         of_layers = [gradients, *of_layers]
         if i > 0:
@@ -284,7 +288,7 @@ def block_backward(
 def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
     """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
     pooled, layer, z = _pooled(block, x), saved.layers[-1], None
-    if layer.statistics is not None:
+    if layer is not None:
         z = member.convolve(pooled)
     grad, gradients = layer_backward(member, pooled, z, layer, grad, needs, needs_x)
     if block.pool is not None and needs_x:
@@ -297,7 +301,7 @@ def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
 def _keep_input(member, z, r, layer):
     """Save ``r = relu(norm(z))``, the input of a block's last layer. If the norm needs z, r is computed from z."""
     storage = member.s.form.storage
-    if layer.statistics is None:
+    if layer is None:
         last = keep(r, storage, positive=True)
         return last if last.values is r else last._replace(activation=RELU)  # eight bits are read as below zero, too
     scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])

@@ -85,7 +85,7 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
     if torch.is_grad_enabled() and any([leaf is not None and leaf.requires_grad for leaf in leaves]):
         return apply_function(_Chain, blocks, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
-        return _run(blocks, tensors, x, first=len(blocks))[0]
+        return _run(blocks, members_of(blocks, tensors), x, saves=False)[0]
 
 
 def _in_precision(block, x):
@@ -117,58 +117,58 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, blocks, tensors, *leaves):
         x, needs, number = leaves[0], ctx.needs_input_grad[3:], len(PARAMETERS)
-        ctx.blocks, ctx.dtype = blocks, x.dtype
-        ctx.needs = of_blocks(blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
+        needs = of_blocks(blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
         ctx.set_materialize_grads(False)
-        ctx.first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in ctx.needs].index(True)
+        first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in needs].index(True)
+        ctx.dtype, ctx.blocks, ctx.needs = x.dtype, blocks[first:], needs[first:]
+        ctx.skipped = len(settings_of_layers(blocks[:first]))
+        before, tensors = tensors[: ctx.skipped], tensors[ctx.skipped :]
         with no_autocast(x):
-            y, source, saved = _run(blocks, tensors, x, ctx.first)
+            if first:
+                x = _run(blocks[:first], members_of(blocks[:first], before), x, saves=False)[0]
+            members = members_of(ctx.blocks, tensors)
+            y, source, saved = _run(ctx.blocks, members, x)
             output = keep(y, blocks[0].layers[0].form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
             hand_on(y, output)
-        tensors_saved = []
-        ctx.structure = take_tensors_out((source, saved, output), tensors_saved)
-        skipped = len(settings_of_layers(blocks[: ctx.first]))
-        ctx.save_for_backward(*tensors_saved, *_flat(blocks[ctx.first :], tensors[skipped:]))
+        norms, tensors_saved = members[0].layers[0].norms, []
+        factors = norms.factors if norms.numbers else None
+        ctx.structure = take_tensors_out((source, saved, output, factors), tensors_saved)
+        ctx.save_for_backward(*tensors_saved, *_flat(ctx.blocks, tensors))
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):
-        blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
-        skipped = sum([len(PARAMETERS) * len(own) for own in ctx.needs[: ctx.first]])
-        tensors = iter(saved_tensors_of(ctx))
-        source, saved, output = put_tensors_back(ctx.structure, tensors)
+        blocks, tensors = ctx.blocks, iter(saved_tensors_of(ctx))
+        source, saved, output, factors = put_tensors_back(ctx.structure, tensors)
         saved, tensors = [*saved], _unflat([*tensors])
         with no_autocast(grad):
-            members = members_of(blocks, tensors, backward=True)
+            members = members_of(blocks, tensors, True, factors)
             grads = [output.activation_backward(cast(grad, blocks[0].layers[0].dtype))]
             del output
-            dx, gradients = _backward(blocks, members, source, saved, grads, needs, ctx.needs_input_grad[2])
+            dx, gradients = _backward(blocks, members, source, saved, grads, ctx.needs, ctx.needs_input_grad[2])
             gradients = parameter_gradients(members[0].layers, gradients)
-        return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *gradients
+        skipped = [None] * ctx.skipped * len(PARAMETERS)
+        return None, None, None if dx is None else cast(dx, ctx.dtype), *skipped, *gradients
 
 
-def _run(blocks, tensors, x, first):
-    """Run the blocks, of which those from the index ``first`` on save tensors.
+def _run(blocks, members, x, saves=True):
+    """Run the blocks.
 
     Returns:
-        tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block, input of block ``first``, and
-        what the blocks from ``first`` on save.
+        tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block and, if a backward pass will
+        follow, the saved input and what each block saves.
     """
-    source, saved = None, []
-    form = blocks[0].layers[0].form
+    form, dtype, saved = blocks[0].layers[0].form, blocks[0].layers[0].dtype, []
+    given, x = x, cast(x, dtype)
+    source = kept(given, x, form.storage) if saves else None
+    del given
     saves_last = not form.minimal and (len(blocks) > 1 or len(blocks[0].layers) > 2)
-    for n, (block, members) in enumerate(zip(blocks, members_of(blocks, tensors), strict=True)):
-        given, x = x, cast(x, block.layers[0].dtype)
-        if n == first:
-            source = kept(given, x, form.storage)
-        if n < first:
-            x = run_block(block, members, x)[0]
-        else:
-            x, last, signs, layers = run_block(block, members, x, saves=True, saves_last=saves_last)
-            output = SignBits.pack(x) if n + 1 < len(blocks) else None
-            saved.append(KeptBlock(last, signs, output, layers))
+    for n, (block, own) in enumerate(zip(blocks, members, strict=True)):
+        x, last, signs, layers = run_block(block, own, x, saves, saves_last)
+        output = SignBits.pack(x) if saves and n + 1 < len(blocks) else None
+        saved.append(KeptBlock(last, signs, output, layers))
     return x, source, tuple(saved)
 
 
