@@ -364,7 +364,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
     fixed, grad = norms is not None, cast(grad, s.dtype)
-    needs_weight = weight_needed(s, needs)
+    needs_weight = needs.weight or (fixed and needs.norm_weight)
     # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
