@@ -61,10 +61,6 @@ class LibraryCode(NamedTuple):
     functions: Functions
     replaced: str | None
 
-    def holds(self) -> bool:
-        """Return whether every place still has the function that it had when the code was searched."""
-        return self.functions.hold()
-
 
 _library_code: dict[tuple[type, str], LibraryCode] = {}
 
@@ -100,7 +96,7 @@ def library_code(kind: type, method: str = 'forward') -> LibraryCode:
     if checked is not None and key in checked:
         return _library_code[key]
     found = _library_code.get(key)
-    if found is None or not found.holds():
+    if found is None or not found.functions.hold():
         found = _library_code[key] = _Search(kind).run(method)
     if checked is not None:
         checked.add(key)

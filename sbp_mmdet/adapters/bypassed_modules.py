@@ -81,7 +81,7 @@ class BypassedModules:
         else:
             for key, code in self._code:
                 if key not in checked:
-                    if not code.holds():
+                    if not code.functions.hold():
                         return False
                     checked.add(key)
         if [parent._modules for parent in self._parents] != self._children:

@@ -96,8 +96,8 @@ def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | Non
         x (Tensor): Input of the layer, shape (N, C, H, W).
 
     Returns:
-        tuple[Tensor, Tensor, KeptLayer | None]: The convolution's output, that of the norm, and what the layer needs to run
-        again.
+        tuple[Tensor, Tensor, KeptLayer | None]: The convolution's output, that of the norm, and what the layer needs to
+        run again.
     """
     s, t, z = member.s, member.t, member.convolve(x)
     if s.norm in ('none', 'fixed'):
