@@ -152,6 +152,13 @@ def may_chain(block: nn.Module, called: bool = False) -> bool:
 
 def _reads(block) -> list[tuple[nn.Module, str]]:
     """Return the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
+    answers = cached_answers('reads of chains')
+    if id(block) not in answers:
+        answers[id(block)] = _find_reads(block)
+    return answers[id(block)]
+
+
+def _find_reads(block):
     reads = [(block, 'residual block')]
     if unsupported(block, 'residual block', called=True):
         return reads
