@@ -122,7 +122,7 @@ FAULTS = {
     ),
     'fixed norm: mean': Fault('common.fixed_norms:_shift', 'scale, value=-1)', 'scale, value=0)', 'ResNet'),
     'fixed norm: gradient': Fault(
-        'common.fixed_norms:gradients_of_fixed', '(numbers), value=-1)', '(numbers), value=0)', 'ResNet'
+        'common.fixed_norms:gradients_of_fixed', 'centres, value=-1)', 'centres, value=0)', 'ResNet'
     ),
     # Global response normalisation.
     'GRN: mean of the norms': Fault(

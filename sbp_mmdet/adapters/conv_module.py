@@ -227,9 +227,8 @@ def count_batches(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
         own = norm.__dict__
         buffers = own['_buffers']
-        if own['training'] and 'num_batches_tracked' in buffers and own['track_running_stats']:
+        if own['training'] and own.get('track_running_stats') and buffers.get('num_batches_tracked') is not None:
             counters.append(buffers['num_batches_tracked'])
-    counters = [n for n in counters if n is not None]
     if len(counters) == 1:
         counters[0].add_(1)
     elif counters:

@@ -29,7 +29,6 @@ __all__ = [
     'conv_norm',
     'convolve',
     'convolve_backward',
-    'folds',
     'weight_needed',
 ]
 
@@ -197,9 +196,8 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
-    folded = folds(s, t, x)
     norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
-    z = convolve(s, t, x, norms.columns[0], norms.shifts[0]) if folded else convolve(s, t, x)
+    z = convolve(s, t, x, norms)
     factors = norms.factors._replace(shift=None) if norms and any(needs) else None
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
@@ -228,24 +226,25 @@ def weight_needed(s, needs) -> bool:
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
-def convolve(s, t, x, column=None, shift=None):
+def convolve(s, t, x, norms=None, number=0):
     """Compute the convolution and, if the norm is fixed, the norm: y = k * (conv(x, W) + b - mean) + norm_bias.
+
+    A fixed norm is folded, so that both are one convolution with the weight k W, or it follows the convolution.
 
     Args:
         s (ConvNormSettings): Settings with a dtype.
         t (ConvNormTensors): Parameters and buffers.
         x (Tensor): Input, shape (N, C, H, W), in the dtype of the settings.
-        column (Tensor | None): Factor k of a fixed norm, shape (D, 1, 1, 1). If it is given, both are one convolution
-            with the weight k W. If ``None``, the norm follows the convolution. Default: None.
-        shift (Tensor | None): Bias of that convolution, k * (b - mean) + norm_bias, in the dtype of the settings.
-            Default: None.
+        norms (FixedNorms | None): Fixed norms. If ``None``, the norm is none of them. Default: None.
+        number (int): Number of the layer among them. Default: 0.
 
     Returns:
         Tensor: Shape (N, C', H', W').
     """
     geometry = s.stride, s.padding, s.dilation, s.groups
-    if column is not None:
-        return torch.conv2d(x, multiplied(t.weight, column, s.dtype), shift, *geometry)
+    if s.norm == 'fixed' and _folds(s, t, x):
+        weight = multiplied(t.weight, norms.columns[number], s.dtype)
+        return torch.conv2d(x, weight, norms.shifts[number], *geometry)
     z = torch.conv2d(x, cast(t.weight, s.dtype), None if t.bias is None else cast(t.bias, s.dtype), *geometry)
     if s.norm != 'fixed':
         return z
@@ -253,18 +252,13 @@ def convolve(s, t, x, column=None, shift=None):
     return torch.batch_norm(z, *norm, False, 0.1, s.eps, z.is_cuda and torch.backends.cudnn.enabled)
 
 
-def folds(s, t, x) -> bool:
+def _folds(s, t, x):
     """Return whether a fixed norm is folded: in full precision, where it costs less to scale the weight than the map.
 
     In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a pass
     of its own anyway.
-
-    Args:
-        s (ConvNormSettings): Settings.
-        t (ConvNormTensors): Parameters and buffers.
-        x (Tensor): The input.
     """
-    if s.norm != 'fixed' or x.dtype not in FULL:
+    if x.dtype not in FULL:
         return False
     n, _, height, width = x.shape
     weight = t.weight.shape
@@ -387,7 +381,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
             dweight = column = None
         elif dweight.dtype is not column.dtype:
             dweight, column = dweight * column, None
-        return dx, FixedGradients(t, needs, number, dweight, column, bias, products, dbias, factor)
+        return dx, FixedGradients(needs, number, dweight, column, bias, products, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
         gradients['weight'] = dweight

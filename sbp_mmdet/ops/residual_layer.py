@@ -11,7 +11,7 @@ from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_o
 from .common.kept_maps import affine
 from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
-from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward
 
 __all__ = [
     'PARAMETERS',
@@ -63,9 +63,7 @@ class Layer(NamedTuple):
             x (Tensor): Input of the layer.
         """
         s, t, norms, number, _ = self
-        if not folds(s, t, x):
-            return convolve(s, t, x)
-        return convolve(s, t, x, norms.columns[number], norms.shifts[number])
+        return convolve(s, t, x, norms, number)
 
 
 def layers_of_pass(

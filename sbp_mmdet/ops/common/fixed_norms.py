@@ -46,7 +46,6 @@ class FixedGradients(NamedTuple):
     """Sums of a layer with a fixed norm, from which the gradients of its parameters follow.
 
     Attributes:
-        t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
         needs (NamedTuple): Which gradients are needed, by name.
         number (int): Number of the layer in its :class:`FixedNorms`.
         weight (Tensor | None): Gradient of the convolution's weight, divided by ``column``.
@@ -57,7 +56,6 @@ class FixedGradients(NamedTuple):
         factor (Tensor | None): Factor of dy in dW', shape (D,). If ``None``, 1.
     """
 
-    t: NamedTuple
     needs: NamedTuple
     number: int
     weight: Tensor | None
@@ -82,6 +80,7 @@ class FixedNorms:
     def __init__(self, layers: Sequence[tuple], factors: Factors | None = None):
         self.numbers = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
         self._layers = [layers[i] for i in self.numbers]
+        self._sizes = [t.weight.shape[0] for _, t in self._layers]
         if factors is not None:
             self.factors = factors
 
@@ -100,26 +99,20 @@ class FixedNorms:
         """Bias of the convolution that each layer's norm is folded into, by the layer's number."""
         return self._by_number(self.factors.shift)
 
-    def rstd(self, numbers: list[int]) -> Tensor:
-        """Return the reciprocal deviations of some layers, one layer behind the other.
+    def statistics(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return centres and reciprocal deviations of some layers, one layer behind the other.
 
         Args:
             numbers (list[int]): Numbers of the layers in their order.
         """
-        return self._of(self.factors.rstd, numbers)
-
-    def centre(self, numbers: list[int]) -> Tensor:
-        """Return the centres of some layers, see :meth:`rstd`."""
-        return self._of(self.factors.centre, numbers)
-
-    def _of(self, joined, numbers):
+        _, rstd, centre, _ = self.factors
         if len(numbers) == len(self.numbers):
-            return joined
-        parts = self._by_number(joined)
-        return _joined([parts[i] for i in numbers])
+            return centre, rstd
+        centres, rstds = self._by_number(centre), self._by_number(rstd)
+        return _joined([centres[i] for i in numbers]), _joined([rstds[i] for i in numbers])
 
     def _by_number(self, joined):
-        return dict(zip(self.numbers, _apart(joined, [t for _, t in self._layers]), strict=True))
+        return dict(zip(self.numbers, _apart(joined, self._sizes), strict=True))
 
 
 def _factors(layers):
@@ -150,9 +143,9 @@ def _joined(tensors):
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _apart(joined, given):
-    """Reverse :func:`_joined`."""
-    return (joined,) if len(given) == 1 else torch.split_with_sizes(joined, [t.weight.shape[0] for t in given])
+def _apart(joined, sizes):
+    """Reverse :func:`_joined`, given the number of channels of each layer."""
+    return (joined,) if len(sizes) == 1 else torch.split_with_sizes(joined, sizes)
 
 
 def parts_in_half(columns: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -192,9 +185,9 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
         products = _joined([layer.products for layer in normed])
         if normed[0].factor is not None:
             products = products / _joined([layer.factor for layer in normed])
-        sums, numbers = _joined([layer.sums for layer in normed]), [layer.number for layer in normed]
-        products = torch.addcmul(products, sums, norms.centre(numbers), value=-1).mul_(norms.rstd(numbers))
-        products = iter(_apart(products, [layer.t for layer in normed]))
+        centres, rstd = norms.statistics([layer.number for layer in normed])
+        products = torch.addcmul(products, _joined([layer.sums for layer in normed]), centres, value=-1).mul_(rstd)
+        products = iter(_apart(products, [layer.sums.shape[0] for layer in normed]))
     return [
         dict(
             weight=layer.weight,

@@ -96,7 +96,7 @@ class KeptMap(NamedTuple):
         if self.unit is not None:
             unit, base = self._steps()
             scale, shift = (unit, base) if scale is None else (unit * scale, torch.addcmul(shift, base, scale))
-        u = affine(self.values, scale, shift, dtype)
+        u = cast(self.values, dtype) if scale is None else affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
     def activation_backward(self, grad: Tensor) -> Tensor:
