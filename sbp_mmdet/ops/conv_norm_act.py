@@ -211,7 +211,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
         made_here(y)
-    parameters = ConvNormTensors(None, *t[1:5])
+    parameters = ConvNormTensors(None, *t[1:5], t.running_mean if factors else None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
     return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, count)
 

@@ -74,7 +74,7 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
     is a chain by itself, whose input is no larger. Then all convolutions but the last one of the chain are recomputed.
 
     Signs of recomputed ReLUs are saved, one bit for each element, see :class:`.SignBits`. No copy of a weight is saved:
-    batch norms in evaluation mode are folded again, by four saved numbers for each channel. Blocks in front of the
+    batch norms in evaluation mode are folded again, by three saved numbers for each channel. Blocks in front of the
     first one that needs a gradient save nothing.
 
     Args:

@@ -31,14 +31,12 @@ class Factors(NamedTuple):
     Attributes:
         scale (Tensor): The factors k, in full precision.
         rstd (Tensor): The reciprocal deviations.
-        centre (Tensor): The means of the convolutions' outputs without bias, running_mean - bias.
         shift (Tensor | None): The biases of the convolutions that the norms are folded into. ``None`` in half
             precision, where norms are not folded, and where the backward pass does not read them.
     """
 
     scale: Tensor
     rstd: Tensor
-    centre: Tensor
     shift: Tensor | None
 
 
@@ -100,16 +98,16 @@ class FixedNorms:
         return self._by_number(self.factors.shift)
 
     def statistics(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """Return centres and reciprocal deviations of some layers, one layer behind the other.
+        """Return centres (see :func:`_centre`) and reciprocal deviations of some layers, one layer behind the other.
 
         Args:
             numbers (list[int]): Numbers of the layers in their order.
         """
-        _, rstd, centre, _ = self.factors
-        if len(numbers) == len(self.numbers):
-            return centre, rstd
-        centres, rstds = self._by_number(centre), self._by_number(rstd)
-        return _joined([centres[i] for i in numbers]), _joined([rstds[i] for i in numbers])
+        rstd, layers = self.factors.rstd, self._layers
+        if len(numbers) < len(self.numbers):
+            parts, of_numbers = self._by_number(rstd), dict(zip(self.numbers, layers, strict=True))
+            rstd, layers = _joined([parts[i] for i in numbers]), [of_numbers[i] for i in numbers]
+        return _centre([t for _, t in layers]), rstd
 
     def _by_number(self, joined):
         return dict(zip(self.numbers, _apart(joined, self._sizes), strict=True))
@@ -128,14 +126,19 @@ def _factors(layers):
     if any([t.norm_weight is not None for t in given]):
         ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
         scale = rstd * _joined(ones)
-    means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
-    centre, dtype = cast(means, accumulator(means)), layers[0][0].dtype
-    return Factors(scale, rstd, centre, _shift(given, centre, scale, dtype) if dtype in FULL else None)
+    dtype = layers[0][0].dtype
+    return Factors(scale, rstd, _shift(given, scale, dtype) if dtype in FULL else None)
 
 
-def _shift(given, centre, scale, dtype):
+def _shift(given, scale, dtype):
     before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
-    return cast(torch.addcmul(before, centre, scale, value=-1), dtype)
+    return cast(torch.addcmul(before, _centre(given), scale, value=-1), dtype)
+
+
+def _centre(given):
+    """Return the means of the convolutions' outputs without bias, running_mean - bias, in full precision."""
+    means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
+    return cast(means, accumulator(means))
 
 
 def _joined(tensors):
