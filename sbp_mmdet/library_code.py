@@ -61,10 +61,6 @@ class LibraryCode(NamedTuple):
     functions: Functions
     replaced: str | None
 
-    def holds(self) -> bool:
-        """Return whether every place still has the function that it had when the code was searched."""
-        return self.functions.hold()
-
 
 _library_code: dict[tuple[type, str], LibraryCode] = {}
 
@@ -100,7 +96,7 @@ def library_code(kind: type, method: str = 'forward') -> LibraryCode:
     if checked is not None and key in checked:
         return _library_code[key]
     found = _library_code.get(key)
-    if found is None or not found.holds():
+    if found is None or not found.functions.hold():
         found = _library_code[key] = _Search(kind).run(method)
     if checked is not None:
         checked.add(key)
@@ -136,11 +132,13 @@ class _Search:
     def _look_in_class(self, name):
         """Check a method or property of the class, and those of its base classes, which ``super()`` finds."""
         for owner in self.kind.__mro__[:-1]:
-            member = vars(owner).get(name)
+            if name not in vars(owner) or (owner, name) in self._visited:
+                continue
+            member = vars(owner)[name]
             if isinstance(member, classmethod) or (owner is nn.Module and name not in _CALL_METHODS):
                 continue
             function = _function_of(member)
-            if not _is_function(function) or (owner, name) in self._visited:
+            if function is None:
                 continue
             self._visited.add((owner, name))
             for found_in in (self.kind, owner):  # a function that the class gets later hides that of its base
@@ -156,7 +154,9 @@ class _Search:
         user = sys.modules.get(_get_module_name(function))
         for name in sorted(names):
             self._look_in_class(name)
-            value = scope.get(name)
+            if name not in scope:
+                continue
+            value = scope[name]
             if not isinstance(value, ModuleType):
                 self._look_in_module(user, name, value, _package(_get_module_name(function)))
             elif (
@@ -168,8 +168,8 @@ class _Search:
 
     def _look_in_module(self, module, name, value, package):
         """Look at a function that one of a package uses."""
-        function = _function_of(value)
-        if module is None or not _is_function(function) or (module, name) in self._visited:
+        function = None if module is None or (module, name) in self._visited else _function_of(value)
+        if function is None:
             return
         self._visited.add((module, name))
         self.functions[module, name] = value
@@ -187,16 +187,14 @@ class _Search:
         self.replaced = self.replaced or f'{owner.__name__}.{name} was replaced by a function of {home}'
 
 
-def _is_function(value):
-    return callable(value) and not isinstance(value, type) and getattr(value, '__module__', '') != 'typing'
-
-
 def _function_of(member):
-    """Return the function in a method, a property, or a decorator of a library."""
+    """Return a function, or that in a method, a property or a decorator of a library; ``None`` of anything else."""
     for attribute in ('fget', 'func', '__func__'):
         member = getattr(member, attribute, member)
     while hasattr(member, '__wrapped__') and _get_module_name(member) in _DECORATORS:
         member = member.__wrapped__
+    if not callable(member) or isinstance(member, type) or getattr(member, '__module__', '') == 'typing':
+        return None
     return member
 
 

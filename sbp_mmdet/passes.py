@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .library_code import Functions, library_code, replaced_code
-from .ops.common.handed_maps import Scope, scope_is_open
+from .ops.common.handed_maps import Scope, open_scope
 from .ops.common.uncompiled import uncompiled
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
@@ -105,10 +105,17 @@ class HandingOn(Mixin):
 
     @functools.partial(uncompiled, recursive=False)
     def _hand_on_maps(self, forward, args, kwargs):
-        if scope_is_open() or not torch.is_grad_enabled() or not is_known_inside(self):
+        with self._scope_of_maps():
             return forward(*args, **kwargs)
-        with Scope(self._inside.code):
-            return forward(*args, **kwargs)
+
+    @uncompiled
+    def _scope_of_maps(self):
+        if open_scope() is not None or not torch.is_grad_enabled() or not _is_known_inside(self):
+            return _NO_SCOPE
+        return Scope(self._inside.code)
+
+
+_NO_SCOPE = contextlib.nullcontext()
 
 
 def hand_on_within(model: nn.Module) -> None:
@@ -184,8 +191,7 @@ class _Inside(NamedTuple):
         return not _any_touched(self.modules, owns)
 
 
-@uncompiled
-def is_known_inside(root: nn.Module) -> bool:
+def _is_known_inside(root: nn.Module) -> bool:
     """Return whether all modules inside of a module are of known libraries and run nothing else.
 
     Args:
@@ -207,6 +213,9 @@ def is_known_inside(root: nn.Module) -> bool:
         functions = Functions({place: None for one in code.values() for place in one.places})
         root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
     return True
+
+
+is_known_inside = uncompiled(_is_known_inside)
 
 
 def _any_touched(modules, owns):

@@ -198,8 +198,9 @@ def test_frozen_blocks_in_front_store_nothing():
         block.requires_grad_(False)
     x = random_map((32, 32))
     out = lean(x)
-    # Input and output of the last block, and one map of a quarter of their channels inside of it.
-    assert count_model_bytes(lean, x) <= 2.26 * out.untyped_storage().nbytes()
+    # Input and output of the last block, one map of a quarter of their channels inside of it, signs of another, and
+    # three numbers for each channel.
+    assert count_model_bytes(lean, x) <= 2.263 * out.untyped_storage().nbytes()
 
 
 def test_channels_last():

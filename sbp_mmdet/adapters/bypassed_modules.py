@@ -81,10 +81,10 @@ class BypassedModules:
         else:
             for key, code in self._code:
                 if key not in checked:
-                    if not code.holds():
+                    if not code.functions.hold():
                         return False
                     checked.add(key)
-        if [parent._modules for parent in self._parents] != self._children:
+        if [*map(_get_children, self._parents)] != self._children:
             return False
         return not self.modules or self._state.holds(self.modules)
 
@@ -141,12 +141,13 @@ class _State(NamedTuple):
         return _parameters(owns) == (self.numbers, self.parameters, self.dtypes)
 
 
+_get_children, _get_parameters = operator.attrgetter('_modules'), operator.itemgetter('_parameters')
 _values = operator.methodcaller('values')
 
 
 def _parameters(owns):
     """Return the numbers of parameters of modules, given their attributes, and the parameters' classes and dtypes."""
-    given = [own['_parameters'] for own in owns]
+    given = [*map(_get_parameters, owns)]
     every = [*itertools.chain.from_iterable(map(_values, given))]
     return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]
 

@@ -226,10 +226,9 @@ def count_batches(norms: Sequence[nn.Module]) -> None:
     counters = []
     for norm in norms:
         own = norm.__dict__
-        buffers = own['_buffers']
-        if own['training'] and 'num_batches_tracked' in buffers and own['track_running_stats']:
-            counters.append(buffers['num_batches_tracked'])
-    counters = [n for n in counters if n is not None]
+        if own['training'] and own.get('track_running_stats'):
+            counter = own['_buffers'].get('num_batches_tracked')
+            counters += [] if counter is None else [counter]
     if len(counters) == 1:
         counters[0].add_(1)
     elif counters:

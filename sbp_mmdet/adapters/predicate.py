@@ -226,7 +226,10 @@ def _odd_parameter(module) -> str | None:
             continue
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
             return f'its {name} is a {kind.__name__}'
-    return next((f'its {name} is a buffer' for name in _PARAMETERS if name in module._buffers), None)
+    for name in module._buffers:
+        if name in _PARAMETERS:
+            return f'its {name} is a buffer'
+    return None
 
 
 # Names of parameters that operations read. A user may have registered a buffer instead, for example to freeze a layer.

@@ -13,14 +13,15 @@ from torch.nn.modules.utils import _pair
 from ..ops.common.autograd_function import Form
 from ..ops.common.precision import autocast_dtype
 from ..ops.residual_block import AveragePool, BlockSettings
-from ..ops.residual_chain import residual_chain
+from ..ops.residual_chain import ChainSettings, residual_chain
 from ..surgery import stock_class
 from . import csp
 from .base import LeanModule, adapter
 from .bindings import Binding
-from .conv_module import ConvNorm, layers_of
+from .conv_module import ConvNorm, count_batches, layers_of
 from .copies import original
 from .csp import CSPBinding
+from .parameters import Remembered
 from .predicate import cached_answers, find_problems, unsupported
 from .roles import ROLES
 
@@ -54,28 +55,23 @@ class ResidualChainBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the blocks on (N, C, H, W)."""
-        dtype, settings, tensors = autocast_dtype(x) or x.dtype, [], []
-        for layers, shortcut, pools in self._members:
-            own, given = zip(*[layer.inputs(form, None, dtype) for layer in layers], strict=True)
-            tensors += given
-            past = None
-            if shortcut is not None:
-                past, given = shortcut.inputs(form, None, dtype)
-                tensors.append(given)
-            settings.append(BlockSettings(own, past, *map(_settings_of_pool, pools)))
-        return residual_chain(x, settings, tensors)
+        layers, norms, blocks, settings = self._structure
+        dtype = autocast_dtype(x) or x.dtype
+        count_batches(norms)
+        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=False) for layer in layers], strict=True)
+        return residual_chain(settings(blocks, own), x, tensors)
 
     @functools.cached_property
-    def _members(self):
-        """Layers of each block, the layer of its shortcut, and the pools in front of that layer."""
-        members = []
+    def _structure(self):
+        """Layers of all blocks, their norms, settings of each block, and cached settings."""
+        layers, blocks = [], []
         for block in self.blocks:
-            shortcut, pools = None, ()
-            if block.downsample is not None:
-                *pools, conv, norm = block.downsample
-                shortcut = ConvNorm(conv, norm)
-            members.append(([ConvNorm(*layer) for layer in _layers(block)], shortcut, pools))
-        return members
+            own, shortcut = _layers(block), block.downsample
+            *pools, conv, norm = (None, None) if shortcut is None else shortcut
+            layers += own if shortcut is None else [*own, (conv, norm)]
+            blocks.append(BlockSettings(len(own), shortcut is not None, *map(_settings_of_pool, pools)))
+        norms = [norm for _, norm in layers]
+        return [ConvNorm(*layer) for layer in layers], norms, tuple(blocks), Remembered(ChainSettings)
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -156,6 +152,13 @@ def may_chain(block: nn.Module, called: bool = False) -> bool:
 
 def _reads(block) -> list[tuple[nn.Module, str]]:
     """Return the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
+    answers = cached_answers('reads of chains')
+    if id(block) not in answers:
+        answers[id(block)] = _find_reads(block)
+    return answers[id(block)]
+
+
+def _find_reads(block):
     reads = [(block, 'residual block')]
     if unsupported(block, 'residual block', called=True):
         return reads

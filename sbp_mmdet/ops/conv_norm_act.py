@@ -29,7 +29,6 @@ __all__ = [
     'conv_norm',
     'convolve',
     'convolve_backward',
-    'folds',
     'weight_needed',
 ]
 
@@ -127,7 +126,7 @@ class ConvNormSaved(NamedTuple):
         active (KeptMap | None): Input u of the activation, or the output of a ReLU. If ``None``, u is read from
             ``normed``.
         statistics (Statistics | None): Mean and reciprocal deviation, for 'batch' and 'group'.
-        factors (Factors | None): Factors of a 'fixed' norm. Cheaper to keep than to recompute.
+        factors (Factors | None): Numbers of a 'fixed' norm. Cheaper to keep than to recompute.
         count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
     """
 
@@ -197,10 +196,9 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
     source = kept(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
-    folded = folds(s, t, x)
     norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
-    z = convolve(s, t, x, *norms.folded(0)) if folded else convolve(s, t, x)
-    factors = norms.factors if norms and (folded or any(needs)) else None
+    z = convolve(s, t, x, norms)
+    factors = norms.factors._replace(shift=None) if norms and any(needs) else None
     u, statistics, count = z, None, None
     if s.norm in ('batch', 'group'):
         u, statistics, count = normalise(s, t, z)
@@ -228,23 +226,25 @@ def weight_needed(s, needs) -> bool:
     return needs.weight or (s.norm == 'fixed' and needs.norm_weight)
 
 
-def convolve(s, t, x, column=None, shift=None):
+def convolve(s, t, x, norms=None, number=0):
     """Compute the convolution and, if the norm is fixed, the norm: y = k * (conv(x, W) + b - mean) + norm_bias.
+
+    A fixed norm is folded, so that both are one convolution with the weight k W, or it follows the convolution.
 
     Args:
         s (ConvNormSettings): Settings with a dtype.
         t (ConvNormTensors): Parameters and buffers.
         x (Tensor): Input, shape (N, C, H, W), in the dtype of the settings.
-        column (Tensor | None): Factor k of a fixed norm, shape (D, 1, 1, 1). If it is given, both are one convolution
-            with the weight k W. If ``None``, the norm follows the convolution. Default: None.
-        shift (Tensor | None): Bias of that convolution, k * (b - mean) + norm_bias. Default: None.
+        norms (FixedNorms | None): Fixed norms. If ``None``, the norm is none of them. Default: None.
+        number (int): Number of the layer among them. Default: 0.
 
     Returns:
         Tensor: Shape (N, C', H', W').
     """
     geometry = s.stride, s.padding, s.dilation, s.groups
-    if column is not None:
-        return torch.conv2d(x, multiplied(t.weight, column, s.dtype), cast(shift, s.dtype), *geometry)
+    if s.norm == 'fixed' and _folds(s, t, x):
+        weight = multiplied(t.weight, norms.columns[number], s.dtype)
+        return torch.conv2d(x, weight, norms.shifts[number], *geometry)
     z = torch.conv2d(x, cast(t.weight, s.dtype), None if t.bias is None else cast(t.bias, s.dtype), *geometry)
     if s.norm != 'fixed':
         return z
@@ -252,18 +252,13 @@ def convolve(s, t, x, column=None, shift=None):
     return torch.batch_norm(z, *norm, False, 0.1, s.eps, z.is_cuda and torch.backends.cudnn.enabled)
 
 
-def folds(s, t, x) -> bool:
+def _folds(s, t, x):
     """Return whether a fixed norm is folded: in full precision, where it costs less to scale the weight than the map.
 
     In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a pass
     of its own anyway.
-
-    Args:
-        s (ConvNormSettings): Settings.
-        t (ConvNormTensors): Parameters and buffers.
-        x (Tensor): The input.
     """
-    if s.norm != 'fixed' or x.dtype not in FULL:
+    if x.dtype not in FULL:
         return False
     n, _, height, width = x.shape
     weight = t.weight.shape
@@ -327,7 +322,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     norms = parts = None
     if s.norm == 'fixed':
         norms = FixedNorms([(s, saved.tensors)], saved.factors)
-        (parts,) = parts_in_half([norms.column(0)]) if s.dtype == torch.float16 else (None,)
+        (parts,) = parts_in_half([norms.columns[0]]) if s.dtype == torch.float16 else (None,)
     dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
@@ -363,11 +358,11 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
     fixed, grad = norms is not None, cast(grad, s.dtype)
-    needs_weight = weight_needed(s, needs)
+    needs_weight = needs.weight or (fixed and needs.norm_weight)
     # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
-    factor, column = parts or (None, norms.column(number) if fixed else None)
+    factor, column = parts or (None, norms.columns[number] if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
     weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
@@ -381,17 +376,17 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         if needs.norm_weight:  # a product of two precisions is in the higher one, without a copy
             products = (dweight * t.weight).sum((1, 2, 3), dtype=dbias.dtype)
         if needs.bias:
-            bias = dbias * norms.column(number).view(-1)
+            bias = dbias * norms.columns[number].view(-1)
         if not needs.weight:
             dweight = column = None
         elif dweight.dtype is not column.dtype:
             dweight, column = dweight * column, None
-        return dx, FixedGradients(t, needs, number, dweight, column, bias, products, dbias, factor)
+        return dx, FixedGradients(needs, number, dweight, column, bias, products, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
-        gradients['weight'] = cast(dweight, t.weight.dtype)
+        gradients['weight'] = dweight
     if needs.bias:
-        gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else cast(dbias, t.bias.dtype)
+        gradients['bias'] = torch.zeros_like(t.bias) if is_subtracted else dbias
     return dx, gradients
 
 

@@ -50,8 +50,8 @@ def _unflat(found):
     for i in range(0, len(found), 12):
         tensors.append(ConvNormTensors(None, *found[i : i + 6]))
         maps.append(None if found[i + 6] is None else KeptMap(*found[i + 6 : i + 9]))
-        statistics = None if found[i + 9] is None else Statistics(*found[i + 9 : i + 11])
-        layers.append(KeptLayer(statistics, found[i + 11]))
+        mean, rstd, count = found[i + 9 : i + 12]
+        layers.append(None if mean is None else KeptLayer(Statistics(mean, rstd), count))
     return tensors, maps, layers
 
 
@@ -214,7 +214,7 @@ class CSPBackward:
         needs, layer = self.needs[i][1:5], self.layers[i]
         if not (self.before[i] or any(needs)):
             return None
-        z = None if layer.statistics is None else self.maps[i].before_norm(self.dtype)
+        z = None if layer is None else self.maps[i].before_norm(self.dtype)
         self.maps[i] = None
         dx, self.found[i] = layer_backward(self.members[i], x, z, layer, grad, needs, self.before[i])
         return dx
@@ -222,12 +222,12 @@ class CSPBackward:
     def _recompute(self, i, x):
         """Recompute the output of a layer's convolution."""
         z, u = rerun_layer(self.members[i], x, self.layers[i])
-        self.maps[i] = KeptMap(u if self.layers[i].statistics is None else z)
+        self.maps[i] = KeptMap(u if self.layers[i] is None else z)
 
     def _activation_input(self, i):
         """Return the input of a layer's activation, which must not be written to unless :meth:`_is_new`."""
         map, member, layer = self.maps[i], self.members[i], self.layers[i]
-        if map.unit is None and layer.statistics is None:
+        if map.unit is None and layer is None:
             return cast(map.values, self.dtype)
         if map.unit is None and map.values.is_cuda and member.s.norm == 'batch':
             return renormalise(member, layer, map.values)
@@ -241,7 +241,7 @@ class CSPBackward:
 
     def _is_new(self, i):
         """Return whether the input of a layer's activation is no saved tensor."""
-        return self.layers[i].statistics is not None or self.maps[i].unit is not None
+        return self.layers[i] is not None or self.maps[i].unit is not None
 
     def _layer_output(self, i):
         """Return the output of a layer, which may be written to if :meth:`_is_new`."""

@@ -140,7 +140,7 @@ class _Forward:
     Attributes:
         saved (CSPSaved): What is saved, apart from maps.
         maps (list[KeptMap | None]): The saved output of each layer's convolution, or the input of its activation.
-        layers (list[KeptLayer]): Statistics of each layer's norm.
+        layers (list[KeptLayer | None]): Statistics of each layer's norm.
     """
 
     def __init__(self, settings, members, needs):
@@ -185,10 +185,9 @@ class _Forward:
         member = self.members[i]
         act, storage = member.s.activation, member.s.form.storage
         z, u, self.layers[i] = run_layer(member, x)
-        statistics = self.layers[i].statistics
         if self.needs is None or (self.minimal and not _saves_output(self.settings, i, member.t.weight)):
             return act(u, inplace=True)
-        if statistics is None:
+        if self.layers[i] is None:
             if act.name == 'relu':  # its output has the signs
                 u = act(u, inplace=True)
                 self.maps[i] = keep(u, storage, positive=True)
@@ -197,7 +196,7 @@ class _Forward:
             return act(u)
         threshold = None
         if storage != 'native' and act.jumps_at_zero:
-            scale, shift = affine_of_norm(member.s, member.t, statistics, z.shape[1])
+            scale, shift = affine_of_norm(member.s, member.t, self.layers[i].statistics, z.shape[1])
             threshold = zero_of(scale, shift)
         self.maps[i] = keep(z, storage, threshold)
         return act(u, inplace=True)
@@ -239,10 +238,10 @@ class _Forward:
 
     def _output_map(self, i):
         """Return the saved form of a layer's output, or ``None`` if it is recomputed."""
-        map, member, statistics = self.maps[i], self.members[i], self.layers[i].statistics
-        if map is None or statistics is None:
+        map, member, layer = self.maps[i], self.members[i], self.layers[i]
+        if map is None or layer is None:
             return map and map._replace(activation=member.s.activation)
-        scale, shift = affine_of_norm(member.s, member.t, statistics, map.width)
+        scale, shift = affine_of_norm(member.s, member.t, layer.statistics, map.width)
         return map._replace(scale=scale, shift=shift, activation=member.s.activation)
 
     def flat(self, tensors):
@@ -252,5 +251,5 @@ class _Forward:
             # Running statistics that are not read are left out: the next forward pass updates them in place.
             values += t[1:7] if member.s.norm == 'fixed' else (*t[1:5], None, None)
             values += (None, None, None) if map is None else map[:3]
-            values += (*(layer.statistics or (None, None)), layer.count)
+            values += (None, None, None) if layer is None else (*layer.statistics, layer.count)
         return values

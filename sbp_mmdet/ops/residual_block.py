@@ -3,7 +3,6 @@
 The chain itself, and what it stores, is :mod:`.residual_chain`.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,8 +15,7 @@ from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.map_norms import affine_of_norm, zero_of
 from .common.sign_bits import SignBits
-from .conv_norm_act import ConvNormSettings, ConvNormTensors
-from .residual_layer import KeptLayer, Layer, layer_backward, layers_of_pass, rerun_layer, run_layer
+from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
 
 __all__ = [
     'RELU',
@@ -29,7 +27,6 @@ __all__ = [
     'block_backward',
     'members_of',
     'of_blocks',
-    'settings_of_layers',
     'rerun_inside',
     'rerun_output',
     'run_block',
@@ -49,20 +46,18 @@ class AveragePool(NamedTuple):
     count_include_pad: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSettings:
-    """Settings of the block ``relu(layers(x) + shortcut(x))``.
+class BlockSettings(NamedTuple):
+    """Shape of the block ``relu(layers(x) + shortcut(x))``.
 
     Attributes:
-        layers (tuple[ConvNormSettings, ...]): Convolutions with norm, two or more, with a ReLU between them. Their
-            own activation is ``None``.
-        shortcut (ConvNormSettings | None): Convolution with norm. If ``None``, the shortcut is ``x``. Default: None.
+        number (int): Number of its convolutions with norm, two or more, with a ReLU between them.
+        projects (bool): Whether the shortcut is a convolution with norm. If ``False``, it is ``x``. Default: False.
         pool (AveragePool | None): Pooling in front of the shortcut's convolution. If ``None``, there is none. Default:
             None.
     """
 
-    layers: tuple[ConvNormSettings, ...]
-    shortcut: ConvNormSettings | None = None
+    number: int
+    projects: bool = False
     pool: AveragePool | None = None
 
 
@@ -73,20 +68,27 @@ class KeptBlock(NamedTuple):
         last (KeptMap | None): Input r of its last layer. If ``None``, it is recomputed too.
         signs (tuple[SignBits, ...]): Signs of the ReLUs whose outputs are recomputed from the block's input.
         output (SignBits | None): Signs of the block's output. ``None`` for the last block, whose output is saved.
-        layers (tuple[KeptLayer, ...]): Statistics of each layer, those of the shortcut last.
+        layers (tuple[KeptLayer | None, ...]): Statistics of each layer, those of the shortcut last.
     """
 
     last: KeptMap | None
     signs: tuple[SignBits, ...]
     output: SignBits | None
-    layers: tuple[KeptLayer, ...]
+    layers: tuple[KeptLayer | None, ...]
 
 
 class Members(NamedTuple):
-    """The layers of a block in one pass; without a shortcut's layer the block's own input goes past."""
+    """The layers of a block in one pass.
 
-    layers: list[Layer]
+    Attributes:
+        layers (Sequence[Layer]): The convolutions with norm.
+        shortcut (Layer | None): That of the shortcut. If ``None``, the shortcut is the block's own input.
+        pool (AveragePool | None): Pooling in front of it.
+    """
+
+    layers: Sequence[Layer]
     shortcut: Layer | None
+    pool: AveragePool | None
 
 
 class Inside(NamedTuple):
@@ -107,59 +109,39 @@ class Inside(NamedTuple):
         return Inside([*others, self.inputs[-1]], [*others, self.outputs[-1]])
 
 
-def settings_of_layers(blocks: Sequence[BlockSettings]) -> list[ConvNormSettings]:
-    """Return the settings of all layers, block after block, with the shortcut's layer at the end of its block.
-
-    Args:
-        blocks (Sequence[BlockSettings]): Settings of each block.
-    """
-    settings = []
-    for block in blocks:
-        settings += block.layers
-        if block.shortcut is not None:
-            settings.append(block.shortcut)
-    return settings
-
-
 def of_blocks(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequence]:
-    """Cut a list with a value for each layer, in the order of :func:`settings_of_layers`, into those of each block.
+    """Cut a list with a value for each layer into those of each block.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of each block.
-        values (Sequence): The values.
+        values (Sequence): The values, block after block, with that of the shortcut's layer at the end of its block.
     """
     parts, stop = [], 0
     for block in blocks:
-        start, stop = stop, stop + len(block.layers) + (block.shortcut is not None)
+        start, stop = stop, stop + block.number + block.projects
         parts.append(values[start:stop])
     return parts
 
 
-def members_of(
-    blocks: Sequence[BlockSettings], tensors: Sequence[ConvNormTensors], backward: bool = False
-) -> list[Members]:
+def members_of(blocks: Sequence[BlockSettings], layers: Sequence[Layer]) -> list[Members]:
     """Return the layers of each block.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of each block.
-        tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, whose fields ``x`` and ``residual``
-            are ``None``, in the order of :func:`settings_of_layers`.
-        backward (bool): Whether they are for a backward pass. Default: False.
+        layers (Sequence[Layer]): The layers of all blocks, in the order of :func:`of_blocks`.
     """
-    layers = layers_of_pass([*zip(settings_of_layers(blocks), tensors, strict=True)], backward)
-    return [
-        Members(own, None) if block.shortcut is None else Members(own[:-1], own[-1])
-        for block, own in zip(blocks, of_blocks(blocks, layers), strict=True)
-    ]
+    members = []
+    for block, own in zip(blocks, of_blocks(blocks, layers), strict=True):
+        members.append(Members(own[: block.number], own[-1] if block.projects else None, block.pool))
+    return members
 
 
 def run_block(
-    block: BlockSettings, members: Members, x: Tensor, saves: bool = False, saves_last: bool = True
-) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer, ...]]:
+    members: Members, x: Tensor, saves: bool = False, saves_last: bool = True
+) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
     Args:
-        block (BlockSettings): Settings of the block.
         members (Members): Layers of the block.
         x (Tensor): Input of the block, shape (N, C, H, W).
         saves (bool): Whether a backward pass will follow. Default: False.
@@ -184,7 +166,7 @@ def run_block(
     if members.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, layer = run_layer(members.shortcut, _pooled(block, x))
+        _, shortcut, layer = run_layer(members.shortcut, _pooled(members.pool, x))
         layers.append(layer)
         out = out.add_(shortcut)
     return torch.relu_(out), last, tuple(signs), tuple(layers)
@@ -205,17 +187,16 @@ def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | 
             x, z = known.inputs[i], known.outputs[i]
         else:
             z, out = rerun_layer(member, x, layer)
-            x, z = signs.relu_(out), None if layer.statistics is None else z
+            x, z = signs.relu_(out), None if layer is None else z
         inside.inputs.append(x)
         inside.outputs.append(z)
     return inside
 
 
-def rerun_output(block: BlockSettings, members: Members, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
+def rerun_output(members: Members, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
     """Recompute the output of a block.
 
     Args:
-        block (BlockSettings): Settings of the block.
         members (Members): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
@@ -227,12 +208,11 @@ def rerun_output(block: BlockSettings, members: Members, saved: KeptBlock, x: Te
     if members.shortcut is None:
         out.add_(x)
     else:
-        out.add_(rerun_layer(members.shortcut, _pooled(block, x), saved.layers[-1])[1])
+        out.add_(rerun_layer(members.shortcut, _pooled(members.pool, x), saved.layers[-1])[1])
     return saved.output.relu_(out)
 
 
 def block_backward(
-    block: BlockSettings,
     members: Members,
     saved: KeptBlock,
     x: Tensor,
@@ -244,7 +224,6 @@ def block_backward(
     """Compute the gradients of a block, given that of the sum that its last ReLU is applied to.
 
     Args:
-        block (BlockSettings): Settings of the block.
         members (Members): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
@@ -264,12 +243,12 @@ def block_backward(
     if saved.last is not None:
         inputs.append(saved.last.load(x.dtype))
         outputs.append(saved.last)
-    outputs.append(None if saved.layers[len(own) - 1].statistics is None else own[-1].convolve(inputs[-1]))
+    outputs.append(None if saved.layers[len(own) - 1] is None else own[-1].convolve(inputs[-1]))
     inner = grad
     for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
         if isinstance(z, KeptMap):
-            z = None if saved.layers[i].statistics is None else z.before_norm(inner.dtype)
+            z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
         inner, gradients = layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         of_layers = [gradients, *of_layers]
         if i > 0:
@@ -277,18 +256,17 @@ def block_backward(
         del source, z
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
-    through, gradients = _shortcut_backward(block, members.shortcut, saved, x, grad, needs[-1], needs_x)
+    through, gradients = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
     return inner.add_(through) if needs_x else None, [*of_layers, gradients]
 
 
-def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
+def _shortcut_backward(members, saved, x, grad, needs, needs_x):
     """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
-    pooled, layer, z = _pooled(block, x), saved.layers[-1], None
-    if layer.statistics is not None:
-        z = member.convolve(pooled)
+    member, pool, layer = members.shortcut, members.pool, saved.layers[-1]
+    pooled = _pooled(pool, x)
+    z = None if layer is None else member.convolve(pooled)
     grad, gradients = layer_backward(member, pooled, z, layer, grad, needs, needs_x)
-    if block.pool is not None and needs_x:
-        pool = block.pool
+    if pool is not None and needs_x:
         options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
         grad = aten.avg_pool2d_backward.default(grad, x, *options)
     return grad, gradients
@@ -297,7 +275,7 @@ def _shortcut_backward(block, member, saved, x, grad, needs, needs_x):
 def _keep_input(member, z, r, layer):
     """Save ``r = relu(norm(z))``, the input of a block's last layer. If the norm needs z, r is computed from z."""
     storage = member.s.form.storage
-    if layer.statistics is None:
+    if layer is None:
         last = keep(r, storage, positive=True)
         return last if last.values is r else last._replace(activation=RELU)  # eight bits are read as below zero, too
     scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])
@@ -305,8 +283,7 @@ def _keep_input(member, z, r, layer):
     return last._replace(scale=scale, shift=shift, activation=RELU)
 
 
-def _pooled(block, x):
-    if block.pool is None:
+def _pooled(pool, x):
+    if pool is None:
         return x
-    pool = block.pool
     return F.avg_pool2d(x, pool.kernel_size, pool.stride, 0, pool.ceil_mode, pool.count_include_pad)

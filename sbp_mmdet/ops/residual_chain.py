@@ -21,7 +21,6 @@ from torch import Tensor
 from .common.autograd_function import (
     apply_function,
     differentiable_once,
-    in_precision,
     put_tensors_back,
     saved_tensors_of,
     take_tensors_out,
@@ -30,7 +29,7 @@ from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
 from .common.precision import cast, no_autocast
 from .common.sign_bits import SignBits
-from .conv_norm_act import ConvNormTensors
+from .conv_norm_act import ConvNormSettings, ConvNormTensors
 from .residual_block import (
     RELU,
     BlockSettings,
@@ -41,16 +40,29 @@ from .residual_block import (
     rerun_inside,
     rerun_output,
     run_block,
-    settings_of_layers,
 )
-from .residual_layer import PARAMETERS, parameter_gradients
+from .residual_layer import PARAMETERS, layers_of_pass, parameter_gradients
 
-__all__ = ['residual_chain']
+__all__ = ['ChainSettings', 'residual_chain']
 
 aten = torch.ops.aten
 
 
-def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence[ConvNormTensors]) -> Tensor:
+@dataclasses.dataclass(frozen=True)
+class ChainSettings:
+    """Settings of :func:`residual_chain`.
+
+    Attributes:
+        blocks (tuple[BlockSettings, ...]): Settings of the blocks in their order.
+        layers (tuple[ConvNormSettings, ...]): Settings of all layers, each with a precision and without an activation:
+            block after block, with the shortcut's layer at the end of its block.
+    """
+
+    blocks: tuple[BlockSettings, ...]
+    layers: tuple[ConvNormSettings, ...]
+
+
+def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNormTensors]) -> Tensor:
     """Run residual blocks one after the other and save one feature map for each block, or none inside of the chain.
 
     The chain's input and output are saved, which the layers around it usually save too, and the input of the last
@@ -62,50 +74,44 @@ def residual_chain(x: Tensor, blocks: Sequence[BlockSettings], tensors: Sequence
     is a chain by itself, whose input is no larger. Then all convolutions but the last one of the chain are recomputed.
 
     Signs of recomputed ReLUs are saved, one bit for each element, see :class:`.SignBits`. No copy of a weight is saved:
-    batch norms in evaluation mode are folded again. Blocks in front of the first one that needs a gradient save
-    nothing.
+    batch norms in evaluation mode are folded again, by three saved numbers for each channel. Blocks in front of the
+    first one that needs a gradient save nothing.
 
     Args:
+        settings (ChainSettings): Settings.
         x (Tensor): Input of the first block, shape (N, C, H, W).
-        blocks (Sequence[BlockSettings]): Settings of the blocks in their order.
-        tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, whose fields ``x`` and ``residual``
-            are ``None``: block after block, with the shortcut's layer at the end of its block.
+        tensors (Sequence[ConvNormTensors]): Parameters and buffers of each layer, in the order of the settings, whose
+            fields ``x`` and ``residual`` are ``None``.
 
     Returns:
         Tensor: Output of the last block.
 
     Example:
-        >>> y = residual_chain(x, [settings], [t1, t2, t3])
+        >>> y = residual_chain(ChainSettings((BlockSettings(3),), (s1, s2, s3)), x, [t1, t2, t3])
     """
-    if blocks[0].layers[0].dtype is None:
-        blocks = [_in_precision(block, x) for block in blocks]
     leaves = [x]
     for t in tensors:
         leaves += t[1:5]  # as in PARAMETERS
     if torch.is_grad_enabled() and any([leaf is not None and leaf.requires_grad for leaf in leaves]):
-        return apply_function(_Chain, blocks, tensors, *leaves)
+        return apply_function(_Chain, settings, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
-        return _run(blocks, tensors, x, first=len(blocks))[0]
+        layers = layers_of_pass([*zip(settings.layers, tensors, strict=True)])
+        return _run(members_of(settings.blocks, layers), x, saves=False)[0]
 
 
-def _in_precision(block, x):
-    layers = tuple(in_precision(layer, x) for layer in block.layers)
-    return dataclasses.replace(block, layers=layers, shortcut=block.shortcut and in_precision(block.shortcut, x))
-
-
-_READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
-
-
-def _flat(blocks, tensors):
+def _flat(layers):
     """Return what the backward pass reads of the tensors of layers, one layer after the other.
 
     Running statistics that it does not read are left out: the next forward pass updates them in place, which autograd
     would report for a saved tensor.
     """
     values = []
-    for s, t in zip(settings_of_layers(blocks), tensors, strict=True):
+    for s, t, *_ in layers:
         values += t[1:7] if s.norm == 'fixed' else (*t[1:5], None, None)
     return values
+
+
+_READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
 
 
 def _unflat(values):
@@ -115,68 +121,68 @@ def _unflat(values):
 
 class _Chain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, blocks, tensors, *leaves):
+    def forward(ctx, settings, tensors, *leaves):
         x, needs, number = leaves[0], ctx.needs_input_grad[3:], len(PARAMETERS)
-        ctx.blocks, ctx.dtype = blocks, x.dtype
-        ctx.needs = of_blocks(blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
+        needs = of_blocks(settings.blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
         ctx.set_materialize_grads(False)
-        ctx.first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in ctx.needs].index(True)
+        first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in needs].index(True)
+        ctx.skipped, ctx.dtype = sum(map(len, needs[:first])), x.dtype
+        ctx.blocks, ctx.layers, ctx.needs = settings.blocks[first:], settings.layers[ctx.skipped :], needs[first:]
         with no_autocast(x):
-            y, source, saved = _run(blocks, tensors, x, ctx.first)
-            output = keep(y, blocks[0].layers[0].form.storage, positive=True)._replace(activation=RELU)
+            if first:
+                before = [*zip(settings.layers, tensors[: ctx.skipped], strict=False)]
+                x = _run(members_of(settings.blocks[:first], layers_of_pass(before)), x, saves=False)[0]
+            pairs = [*zip(ctx.layers, tensors[ctx.skipped :], strict=True)]
+            layers = layers_of_pass(pairs)
+            y, source, saved = _run(members_of(ctx.blocks, layers), x)
+            output = keep(y, layers[0].s.form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
             hand_on(y, output)
-        tensors_saved = []
-        ctx.structure = take_tensors_out((source, saved, output), tensors_saved)
-        skipped = len(settings_of_layers(blocks[: ctx.first]))
-        ctx.save_for_backward(*tensors_saved, *_flat(blocks[ctx.first :], tensors[skipped:]))
+        norms, tensors_saved = layers[0].norms, []
+        factors = norms.factors if norms.numbers else None
+        ctx.structure = take_tensors_out((source, saved, output, factors), tensors_saved)
+        ctx.save_for_backward(*tensors_saved, *_flat(pairs))
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):
-        blocks, needs = ctx.blocks[ctx.first :], ctx.needs[ctx.first :]
-        skipped = sum([len(PARAMETERS) * len(own) for own in ctx.needs[: ctx.first]])
         tensors = iter(saved_tensors_of(ctx))
-        source, saved, output = put_tensors_back(ctx.structure, tensors)
-        saved, tensors = [*saved], _unflat([*tensors])
+        source, saved, output, factors = put_tensors_back(ctx.structure, tensors)
+        saved, pairs = [*saved], [*zip(ctx.layers, _unflat([*tensors]), strict=True)]
         with no_autocast(grad):
-            members = members_of(blocks, tensors, backward=True)
-            grads = [output.activation_backward(cast(grad, blocks[0].layers[0].dtype))]
+            layers = layers_of_pass(pairs, True, factors)
+            grads = [output.activation_backward(cast(grad, layers[0].s.dtype))]
             del output
-            dx, gradients = _backward(blocks, members, source, saved, grads, needs, ctx.needs_input_grad[2])
-            gradients = parameter_gradients(members[0].layers, gradients)
-        return None, None, None if dx is None else cast(dx, ctx.dtype), *[None] * skipped, *gradients
+            members = members_of(ctx.blocks, layers)
+            dx, gradients = _backward(members, source, saved, grads, ctx.needs, ctx.needs_input_grad[2])
+            gradients = parameter_gradients(layers, gradients)
+        skipped = [None] * ctx.skipped * len(PARAMETERS)
+        return None, None, None if dx is None else cast(dx, ctx.dtype), *skipped, *gradients
 
 
-def _run(blocks, tensors, x, first):
-    """Run the blocks, of which those from the index ``first`` on save tensors.
+def _run(members, x, saves=True):
+    """Run the blocks.
 
     Returns:
-        tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block, input of block ``first``, and
-        what the blocks from ``first`` on save.
+        tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block and, if a backward pass will
+        follow, the saved input and what each block saves.
     """
-    source, saved = None, []
-    form = blocks[0].layers[0].form
-    saves_last = not form.minimal and (len(blocks) > 1 or len(blocks[0].layers) > 2)
-    for n, (block, members) in enumerate(zip(blocks, members_of(blocks, tensors), strict=True)):
-        given, x = x, cast(x, block.layers[0].dtype)
-        if n == first:
-            source = kept(given, x, form.storage)
-        if n < first:
-            x = run_block(block, members, x)[0]
-        else:
-            x, last, signs, layers = run_block(block, members, x, saves=True, saves_last=saves_last)
-            output = SignBits.pack(x) if n + 1 < len(blocks) else None
-            saved.append(KeptBlock(last, signs, output, layers))
+    s, given, saved = members[0].layers[0].s, x, []
+    x = cast(x, s.dtype)
+    source = kept(given, x, s.form.storage) if saves else None
+    saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
+    for n, own in enumerate(members):
+        x, last, signs, layers = run_block(own, x, saves, saves_last)
+        output = SignBits.pack(x) if saves and n + 1 < len(members) else None
+        saved.append(KeptBlock(last, signs, output, layers))
     return x, source, tuple(saved)
 
 
-def _backward(blocks, members, source, saved, grads, needs, needs_x):
+def _backward(members, source, saved, grads, needs, needs_x):
     """Run the backward pass of the blocks. What is in a list is freed as soon as it was used.
 
     Args:
-        blocks (Sequence[BlockSettings]): Settings of the blocks.
         members (list[Members]): Layers of the blocks.
         source (KeptMap): Input of the first block.
         saved (list[KeptBlock]): What the blocks saved. It is emptied.
@@ -191,21 +197,21 @@ def _backward(blocks, members, source, saved, grads, needs, needs_x):
     # Forwards: the inputs of all blocks. Backwards: each block is done, and its input freed.
     grad = grads.pop()
     inputs, insides = [source.load(grad.dtype)], []
-    for block, own, kept_block in zip(blocks[:-1], members[:-1], saved[:-1], strict=True):
+    for own, kept_block in zip(members[:-1], saved[:-1], strict=True):
         x, inside, last = inputs[-1], None, None
         if kept_block.last is None:
             inside = rerun_inside(own, kept_block, x)
             last = inside.inputs[-1]
-            if block.shortcut is not None:  # its first maps may be larger than its output, and wait until the end
+            if own.shortcut is not None:  # its first maps may be larger than its output, and wait until the end
                 inside = inside.only_last()
-        inputs.append(rerun_output(block, own, kept_block, x, last))
+        inputs.append(rerun_output(own, kept_block, x, last))
         insides.append(inside)
     insides.append(None)
     of_layers = []
-    for n in reversed(range(len(blocks))):
+    for n in reversed(range(len(members))):
         x, inside = inputs.pop(), insides.pop()
         needed = needs[n], needs_x or n > 0
-        grad, own = block_backward(blocks[n], members[n], saved.pop(), x, inside, grad, *needed)
+        grad, own = block_backward(members[n], saved.pop(), x, inside, grad, *needed)
         # x is the output of the previous block's last ReLU, so it is positive where that passes the gradient.
         grad = aten.threshold_backward.default(grad, x, 0) if n > 0 else grad
         of_layers = [*own, *of_layers]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common.fixed_norms import FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
+from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
 from .common.kept_maps import affine
 from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
-from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward, folds
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward
 
 __all__ = [
     'PARAMETERS',
@@ -28,14 +28,14 @@ __all__ = [
 
 
 class KeptLayer(NamedTuple):
-    """Statistics that a layer is recomputed with.
+    """Statistics that a norm is recomputed with. A layer whose norm has no statistics of the map saves ``None``.
 
     Attributes:
-        statistics (Statistics | None): Mean and reciprocal deviation of a batch norm in training mode or a group norm.
+        statistics (Statistics): Mean and reciprocal deviation of a batch norm in training mode or a group norm.
         count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
     """
 
-    statistics: Statistics | None
+    statistics: Statistics
     count: Tensor | None
 
 
@@ -63,20 +63,22 @@ class Layer(NamedTuple):
             x (Tensor): Input of the layer.
         """
         s, t, norms, number, _ = self
-        return convolve(s, t, x, *norms.folded(number)) if s.norm == 'fixed' and folds(s, t, x) else convolve(s, t, x)
+        return convolve(s, t, x, norms, number)
 
 
-def layers_of_pass(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], backward: bool = False) -> list[Layer]:
+def layers_of_pass(
+    pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], backward: bool = False, factors: Factors | None = None
+) -> list[Layer]:
     """Return the layers of a forward or backward pass.
 
     Args:
         pairs (Sequence[tuple[ConvNormSettings, ConvNormTensors]]): Settings and tensors of each layer.
         backward (bool): Whether it is a backward pass. Default: False.
+        factors (Factors | None): Numbers of the fixed norms, if they are known. Default: None.
     """
-    norms, parts, dtype = FixedNorms(pairs), {}, pairs[0][0].dtype
+    norms, parts, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
     if backward and dtype is torch.float16 and norms.numbers:
-        columns = [norms.column(i) for i in norms.numbers]
-        parts = dict(zip(norms.numbers, parts_in_half(columns), strict=True))
+        parts = dict(zip(norms.numbers, parts_in_half([*norms.columns.values()]), strict=True))
     if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
@@ -84,10 +86,7 @@ def layers_of_pass(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]], ba
     return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
 
 
-_NOTHING = KeptLayer(None, None)
-
-
-def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer]:
+def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | None]:
     """Run convolution and norm.
 
     Args:
@@ -95,32 +94,32 @@ def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer]:
         x (Tensor): Input of the layer, shape (N, C, H, W).
 
     Returns:
-        tuple[Tensor, Tensor, KeptLayer]: The convolution's output, that of the norm, and what the layer needs to run
-        again.
+        tuple[Tensor, Tensor, KeptLayer | None]: The convolution's output, that of the norm, and what the layer needs to
+        run again.
     """
     s, t, z = member.s, member.t, member.convolve(x)
     if s.norm in ('none', 'fixed'):
-        return z, z, _NOTHING
+        return z, z, None
     u, statistics, count = normalise(s, t, z)
     return z, cast(u, z.dtype), KeptLayer(statistics, count)
 
 
-def rerun_layer(member: Layer, x: Tensor, layer: KeptLayer) -> tuple[Tensor, Tensor]:
+def rerun_layer(member: Layer, x: Tensor, layer: KeptLayer | None) -> tuple[Tensor, Tensor]:
     """Recompute convolution and norm with the saved statistics, and return the outputs of both.
 
     Args:
         member (Layer): The layer.
         x (Tensor): Input of the layer, shape (N, C, H, W).
-        layer (KeptLayer): What the layer saved.
+        layer (KeptLayer | None): What the layer saved.
     """
     z = member.convolve(x)
-    if layer.statistics is None:
+    if layer is None:
         return z, z
     return z, renormalise(member, layer, z)
 
 
 def layer_backward(
-    member: Layer, x: Tensor, z: Tensor | None, layer: KeptLayer, grad: Tensor, needs: list[bool], needs_x: bool
+    member: Layer, x: Tensor, z: Tensor | None, layer: KeptLayer | None, grad: Tensor, needs: list[bool], needs_x: bool
 ) -> tuple[Tensor | None, FixedGradients | dict]:
     """Compute the gradients of a layer.
 
@@ -128,7 +127,7 @@ def layer_backward(
         member (Layer): The layer.
         x (Tensor): The layer's input.
         z (Tensor | None): Output of the convolution, which batch statistics and group norm need.
-        layer (KeptLayer): What the layer saved.
+        layer (KeptLayer | None): What the layer saved.
         grad (Tensor): Gradient of the norm's output.
         needs (list[bool]): Which parameters need gradients.
         needs_x (bool): Whether the input needs one.
@@ -138,7 +137,7 @@ def layer_backward(
     """
     s, t, norms, number, parts = member
     needs = ConvNormGradients(needs_x, *needs, False)
-    if layer.statistics is None:
+    if layer is None:
         return convolve_backward(s, t, x, grad, needs, norms if s.norm == 'fixed' else None, number, parts)
     grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
     dx, gradients = convolve_backward(s, t, x, grad, needs)
@@ -179,16 +178,16 @@ def renormalise(member: Layer, layer: KeptLayer, z: Tensor) -> Tensor:
     return affine(z, *affine_of_norm(s, t, layer.statistics, z.shape[1]), z.dtype)
 
 
-def affines_of_norms(members: list[Layer], layers: list[KeptLayer]) -> list[tuple[Tensor, Tensor] | None]:
+def affines_of_norms(members: list[Layer], layers: list[KeptLayer | None]) -> list[tuple[Tensor, Tensor] | None]:
     """Return :func:`.affine_of_norm` of each layer, ``None`` if its norm has no statistics of the map.
 
     Args:
         members (list[Layer]): The layers.
-        layers (list[KeptLayer]): What each layer saved.
+        layers (list[KeptLayer | None]): What each layer saved.
     """
     affines, batch = [None] * len(members), []
     for i, (member, layer) in enumerate(zip(members, layers, strict=True)):
-        if layer.statistics is None:
+        if layer is None:
             continue
         if member.s.norm == 'group':
             affines[i] = affine_of_norm(member.s, member.t, layer.statistics, member.t.weight.shape[0])

@@ -133,8 +133,7 @@ def in_precision(settings, x: Tensor):
     return dataclasses.replace(settings, dtype=autocast_dtype(x) or x.dtype)
 
 
-@uncompiled
-def apply_function(function: type[torch.autograd.Function], *args):
+def _apply(function: type[torch.autograd.Function], *args):
     """Call an autograd function, as its method ``apply`` does, and let compilers skip it.
 
     That method looks at every tensor for transforms of ``torch.func`` that have ended, which takes longer than all else
@@ -144,13 +143,12 @@ def apply_function(function: type[torch.autograd.Function], *args):
         function (type[torch.autograd.Function]): The function.
         *args: Its arguments.
     """
-    return _apply(function, *args)
-
-
-def _apply(function, *args):
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # raises an error
     return super(torch.autograd.Function, function).apply(*args)
+
+
+apply_function = uncompiled(_apply)
 
 
 def differentiable_once(backward: Callable) -> Callable:

@@ -7,13 +7,14 @@ With k = norm_weight * rstd and rstd = 1 / sqrt(running_var + eps), such a norm 
 Numbers for each channel are small, so those of all layers of a pass are computed in the same few calls.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .precision import accumulator, cast
+from .precision import FULL, accumulator, cast
 
 __all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'parts_in_half']
 
@@ -25,22 +26,24 @@ NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
 
 class Factors(NamedTuple):
-    """Factors k and reciprocal deviations of fixed norms, in full precision, one layer behind the other.
+    """Numbers of fixed norms, shape (D,) with the channels D of all layers, one layer behind the other.
 
     Attributes:
-        scale (Tensor): The factors, shape (D,) with the channels D of all layers.
-        rstd (Tensor): The reciprocal deviations, of the same shape.
+        scale (Tensor): The factors k, in full precision.
+        rstd (Tensor): The reciprocal deviations.
+        shift (Tensor | None): The biases of the convolutions that the norms are folded into. ``None`` in half
+            precision, where norms are not folded, and where the backward pass does not read them.
     """
 
     scale: Tensor
     rstd: Tensor
+    shift: Tensor | None
 
 
 class FixedGradients(NamedTuple):
     """Sums of a layer with a fixed norm, from which the gradients of its parameters follow.
 
     Attributes:
-        t (NamedTuple): Parameters and buffers, see :class:`..conv_norm_act.ConvNormTensors`.
         needs (NamedTuple): Which gradients are needed, by name.
         number (int): Number of the layer in its :class:`FixedNorms`.
         weight (Tensor | None): Gradient of the convolution's weight, divided by ``column``.
@@ -51,7 +54,6 @@ class FixedGradients(NamedTuple):
         factor (Tensor | None): Factor of dy in dW', shape (D,). If ``None``, 1.
     """
 
-    t: NamedTuple
     needs: NamedTuple
     number: int
     weight: Tensor | None
@@ -63,11 +65,11 @@ class FixedGradients(NamedTuple):
 
 
 class FixedNorms:
-    """Factors and shifts of the fixed norms of all layers in a pass, computed together when the first layer asks.
+    """The fixed norms of all layers in a pass, whose numbers are computed together when the first layer asks.
 
     Args:
         layers (Sequence[tuple]): Settings and tensors of each layer, with a fixed norm or another.
-        factors (Factors | None): Factors of all fixed norms, if they are known. Default: None.
+        factors (Factors | None): Numbers of all fixed norms, if they are known from the forward pass. Default: None.
 
     Attributes:
         numbers (list[int]): Numbers of the layers with a fixed norm.
@@ -76,48 +78,39 @@ class FixedNorms:
     def __init__(self, layers: Sequence[tuple], factors: Factors | None = None):
         self.numbers = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
         self._layers = [layers[i] for i in self.numbers]
-        self._factors, self._columns, self._shifts = factors, None, None
+        self._sizes = [t.weight.shape[0] for _, t in self._layers]
+        if factors is not None:
+            self.factors = factors
 
-    @property
+    @functools.cached_property
     def factors(self) -> Factors:
-        """Factors of all fixed norms."""
-        if self._factors is None:
-            self._factors = _factors(self._layers)
-        return self._factors
+        """Numbers of all fixed norms."""
+        return _factors(self._layers)
 
-    def column(self, number: int) -> Tensor:
-        """Return the factor of a layer as convolutions' weights are multiplied with it, shape (D, 1, 1, 1).
+    @functools.cached_property
+    def columns(self) -> dict[int, Tensor]:
+        """Factor of each layer as weights are multiplied by it, shape (D, 1, 1, 1), by the layer's number."""
+        return self._by_number(self.factors.scale.view(-1, 1, 1, 1))
 
-        Args:
-            number (int): Number of the layer.
-        """
-        if self._columns is None:
-            self._columns = self._by_number(self.factors.scale.view(-1, 1, 1, 1))
-        return self._columns[number]
+    @functools.cached_property
+    def shifts(self) -> dict[int, Tensor]:
+        """Bias of the convolution that each layer's norm is folded into, by the layer's number."""
+        return self._by_number(self.factors.shift)
 
-    def folded(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return what the norm of a layer multiplies the convolution's weight by, and the bias of that convolution.
-
-        Args:
-            number (int): Number of the layer.
-        """
-        if self._shifts is None:
-            self._shifts = self._by_number(_shift([t for _, t in self._layers], self.factors.scale))
-        return self.column(number), self._shifts[number]
-
-    def rstd(self, numbers: list[int]) -> Tensor:
-        """Return the reciprocal deviations of some layers, one layer behind the other.
+    def statistics(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return centres (see :func:`_centre`) and reciprocal deviations of some layers, one layer behind the other.
 
         Args:
             numbers (list[int]): Numbers of the layers in their order.
         """
-        if len(numbers) == len(self.numbers):
-            return self.factors.rstd
-        parts = self._by_number(self.factors.rstd)
-        return _joined([parts[i] for i in numbers])
+        rstd, layers = self.factors.rstd, self._layers
+        if len(numbers) < len(self.numbers):
+            parts, of_numbers = self._by_number(rstd), dict(zip(self.numbers, layers, strict=True))
+            rstd, layers = _joined([parts[i] for i in numbers]), [of_numbers[i] for i in numbers]
+        return _centre([t for _, t in layers]), rstd
 
     def _by_number(self, joined):
-        return dict(zip(self.numbers, _apart(joined, [t for _, t in self._layers]), strict=True))
+        return dict(zip(self.numbers, _apart(joined, self._sizes), strict=True))
 
 
 def _factors(layers):
@@ -129,18 +122,23 @@ def _factors(layers):
         rstd = variances + torch.cat(epsilons)
     else:
         rstd = cast(variances, accumulator(variances)) + epsilons[0]
-    rstd = rstd.rsqrt_()
-    if not any([t.norm_weight is not None for t in given]):
-        return Factors(rstd, rstd)
-    ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
-    return Factors(rstd * _joined(ones), rstd)
+    rstd = scale = rstd.rsqrt_()
+    if any([t.norm_weight is not None for t in given]):
+        ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
+        scale = rstd * _joined(ones)
+    dtype = layers[0][0].dtype
+    return Factors(scale, rstd, _shift(given, scale, dtype) if dtype in FULL else None)
 
 
-def _shift(given, scale):
-    """Return the shifts of fixed norms, their convolutions' biases included."""
+def _shift(given, scale, dtype):
     before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
+    return cast(torch.addcmul(before, _centre(given), scale, value=-1), dtype)
+
+
+def _centre(given):
+    """Return the means of the convolutions' outputs without bias, running_mean - bias, in full precision."""
     means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
-    return torch.addcmul(before, means, scale, value=-1)
+    return cast(means, accumulator(means))
 
 
 def _joined(tensors):
@@ -148,9 +146,9 @@ def _joined(tensors):
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _apart(joined, given):
-    """Reverse :func:`_joined`."""
-    return (joined,) if len(given) == 1 else torch.split_with_sizes(joined, [t.running_var.shape[0] for t in given])
+def _apart(joined, sizes):
+    """Reverse :func:`_joined`, given the number of channels of each layer."""
+    return (joined,) if len(sizes) == 1 else torch.split_with_sizes(joined, sizes)
 
 
 def parts_in_half(columns: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -190,27 +188,15 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
         products = _joined([layer.products for layer in normed])
         if normed[0].factor is not None:
             products = products / _joined([layer.factor for layer in normed])
-        sums, centres = _joined([layer.sums for layer in normed]), _joined([*map(_centre, normed)])
-        rstd = norms.rstd([layer.number for layer in normed])
-        products = torch.addcmul(products, sums, centres, value=-1).mul_(rstd)
-        products = iter(_apart(products, [layer.t for layer in normed]))
-    gradients = []
-    for t, needs, _, weight, _, bias, _, sums, _ in layers:
-        own = dict(NO_GRADIENTS)
-        if needs.weight:
-            own['weight'] = cast(weight, t.weight.dtype)
-        if needs.bias:
-            own['bias'] = cast(bias, t.bias.dtype)
-        if needs.norm_weight:
-            own['norm_weight'] = cast(next(products), t.norm_weight.dtype)
-        if needs.norm_bias:
-            own['norm_bias'] = cast(sums, t.norm_bias.dtype)
-        gradients.append(own)
-    return gradients
-
-
-def _centre(layer):
-    """Return running_mean - bias, the mean of the convolution's output without bias, in the precision of the sums."""
-    t, dtype = layer.t, layer.sums.dtype
-    mean = cast(t.running_mean, dtype)
-    return mean if t.bias is None else mean - t.bias
+        centres, rstd = norms.statistics([layer.number for layer in normed])
+        products = torch.addcmul(products, _joined([layer.sums for layer in normed]), centres, value=-1).mul_(rstd)
+        products = iter(_apart(products, [layer.sums.shape[0] for layer in normed]))
+    return [
+        dict(
+            weight=layer.weight,
+            bias=layer.bias,
+            norm_weight=next(products) if layer.needs.norm_weight else None,
+            norm_bias=layer.sums if layer.needs.norm_bias else None,
+        )
+        for layer in layers
+    ]

@@ -30,7 +30,7 @@ __all__ = [
     'handed_on_by',
     'is_made_here',
     'made_here',
-    'scope_is_open',
+    'open_scope',
     'unchanged_code',
 ]
 
@@ -83,25 +83,20 @@ class Scope:
         self.entries.clear(), self.made.clear()
 
 
-@uncompiled
-def scope_is_open() -> bool:
-    """Return whether layers hand on maps here.
+def open_scope() -> Scope | None:
+    """Return the scope within which layers hand on maps here, or ``None`` if there is none.
 
     They do not inside of a checkpoint that was entered within the scope. What runs again there, in the backward pass,
     finds no scope, and has to save as many tensors as the first run.
     """
-    return _scope() is not None
+    scope = getattr(_thread, 'scope', None)
+    return scope if scope is not None and scope.checkpoint is _checkpoint() else None
 
 
 def unchanged_code() -> set[int] | None:
     """Return the ids of the code that was found unchanged within the open scope, or ``None`` if there is none."""
     scope = getattr(_thread, 'scope', None)
     return None if scope is None else scope.code
-
-
-def _scope():
-    scope = getattr(_thread, 'scope', None)
-    return scope if scope is not None and scope.checkpoint is _checkpoint() else None
 
 
 def _checkpoint():
@@ -122,7 +117,7 @@ def hand_on(y: Tensor, map: tuple) -> None:
         y (Tensor): The output.
         map (tuple): NamedTuple of tensors and nested NamedTuples, with a method ``load`` that returns the values of y.
     """
-    scope = _scope()
+    scope = open_scope()
     if scope is not None:
         entries, key, versions = scope.entries, id(y), []
         _note_versions(map, versions)
@@ -140,7 +135,7 @@ def handed_on(x: Tensor) -> tuple | None:
     Returns:
         tuple | None: The map that was given to :func:`hand_on`, or ``None`` if there is none, or no longer.
     """
-    scope = _scope()
+    scope = open_scope()
     entry = None if scope is None else scope.entries.get(id(x))
     if entry is None:
         return None
@@ -160,7 +155,7 @@ def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
     Returns:
         list[tuple | None]: The map of each output, or ``None`` if there is none.
     """
-    scope = _scope()
+    scope = open_scope()
     outputs = [entry.output() for entry in scope.entries.values()] if scope is not None else ()
     made_by = {(id(y.grad_fn), y.output_nr): y for y in outputs if y is not None and y.grad_fn is not None}
     outputs_of_edges = (None if node is None else made_by.get((id(node), number)) for node, number in edges)
@@ -169,7 +164,7 @@ def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
 
 def made_here(y: Tensor) -> None:
     """Register a tensor without gradient as made within this scope, unlike images, which other code may write to."""
-    scope = _scope()
+    scope = open_scope()
     if scope is not None:
         made, key = scope.made, id(y)
         made[key] = weakref.ref(y, lambda _: made.pop(key, None))
@@ -177,7 +172,7 @@ def made_here(y: Tensor) -> None:
 
 def is_made_here(x: Tensor) -> bool:
     """Return whether a tensor was made within this scope, by the graph or by :func:`made_here`."""
-    scope = _scope()
+    scope = open_scope()
     return scope is not None and (not x.is_leaf or id(x) in scope.made)
 
 

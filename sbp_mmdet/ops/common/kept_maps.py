@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
-from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, scope_is_open
+from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_scope
 from .precision import FEW, accumulator, cast, round_in_parts
 from .uncompiled import uncompiled
 
@@ -96,7 +96,7 @@ class KeptMap(NamedTuple):
         if self.unit is not None:
             unit, base = self._steps()
             scale, shift = (unit, base) if scale is None else (unit * scale, torch.addcmul(shift, base, scale))
-        u = affine(self.values, scale, shift, dtype)
+        u = cast(self.values, dtype) if scale is None else affine(self.values, scale, shift, dtype)
         return u if self.residual is None else u.add_(self.residual.load(dtype))
 
     def activation_backward(self, grad: Tensor) -> Tensor:
@@ -382,6 +382,6 @@ def addend(x: Tensor, storage: str) -> KeptMap | None:
         KeptMap | None: The saved form.
     """
     map = handed_on(x)
-    if map is None and storage == 'native' and scope_is_open():
+    if map is None and storage == 'native' and open_scope() is not None:
         map = KeptMap(x.detach())  # the next layer would keep as much
     return map if map is not None and map.depth < DEEPEST else None

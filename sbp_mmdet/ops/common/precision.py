@@ -44,7 +44,16 @@ FEW = 2**14
 # Full precision.
 FULL = torch.float32, torch.float64
 _NOTHING = contextlib.nullcontext()
-_HAS_KINDS = hasattr(torch, 'get_autocast_dtype')  # torch 2.4 and newer
+
+if hasattr(torch, 'get_autocast_dtype'):
+    _is_autocast, _dtype_of_autocast = torch.is_autocast_enabled, torch.get_autocast_dtype
+else:  # torch 2.3 and older
+
+    def _is_autocast(kind):
+        return torch.is_autocast_cpu_enabled() if kind == 'cpu' else torch.is_autocast_enabled()
+
+    def _dtype_of_autocast(kind):
+        return torch.get_autocast_cpu_dtype() if kind == 'cpu' else torch.get_autocast_gpu_dtype()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -54,13 +63,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
         x (Tensor): Input of the product.
     """
     kind = x.device.type
-    if x.dtype is torch.float64:
-        return None
-    if _HAS_KINDS:
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    if kind == 'cpu':
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return _dtype_of_autocast(kind) if _is_autocast(kind) and x.dtype is not torch.float64 else None
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,8 +98,8 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     Args:
         x (Tensor): A tensor on the device.
     """
-    off = x.dtype != torch.float64 and autocast_dtype(x) is None
-    return _NOTHING if off else torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if _is_autocast(kind) else _NOTHING
 
 
 def column_sums(rows: Tensor) -> Tensor:

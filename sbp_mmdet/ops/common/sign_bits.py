@@ -44,7 +44,7 @@ class SignBits(NamedTuple):
         channels_last = not y.is_contiguous()
         # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step. A cast to bool
         # asks the same as `y != 0`, of which CPUs have no fast kernel.
-        bits = _flat(y, channels_last).bool()
+        bits = (y.permute(0, 2, 3, 1) if channels_last else y).reshape(-1).bool()
         if rest := -bits.shape[0] % _BITS:
             bits = F.pad(bits, (0, rest))
         gathered = bits.view(torch.int64).mul_(_GATHER)
@@ -60,11 +60,12 @@ class SignBits(NamedTuple):
             Tensor: The output, positive exactly where the first output was. It is ``u`` itself if the layout permits.
         """
         u = u.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
-        flat = _flat(u.clamp_min_(torch.finfo(u.dtype).tiny), self.channels_last)
+        u.clamp_min_(torch.finfo(u.dtype).tiny)
         positive = _bytes_of_bits(u.device).index_select(0, self.packed.int()).view(torch.uint8)
-        flat.mul_(
-            positive if positive.shape == flat.shape else positive[: flat.shape[0]]
-        )  # a mask takes ten times longer
+        if rest := -u.numel() % _BITS:
+            positive = positive[:-rest]
+        flat = (u.permute(0, 2, 3, 1) if self.channels_last else u).view(-1)
+        flat.mul_(positive)  # a mask takes ten times longer
         return u
 
     def at(self, shape: tuple[int, ...], images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -93,8 +94,3 @@ def _bytes_of_bits(device):
     """Return for each byte its eight bits, as the bytes 0 and 1 of an integer, shape (256,)."""
     bits = torch.arange(1 << _BITS, device=device)[:, None] >> torch.arange(_BITS, device=device)
     return bits.bitwise_and_(1).to(torch.uint8).view(torch.int64).flatten()
-
-
-def _flat(x, channels_last):
-    """Return the elements in the order of their memory, as a view wherever they are dense."""
-    return (x.permute(0, 2, 3, 1) if channels_last else x).reshape(-1)
