@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import build
 from mmdet.models.backbones import ResNet
+from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from torch import nn
@@ -118,3 +119,17 @@ def test_the_log_names_what_did_not_run(log):
     apply_lean(whole)
     whole(X)
     assert any('did not run in the first step, such as model.backbone' in line for line in get_warnings(log))
+
+
+def test_rounding_errors_of_the_own_code_are_measured_without_draws_too(log):
+    """In bf16 the stock block's own gradients of its norm are 2 % off, close to the bar: above it with dropped images,
+    below it without."""
+    arch = dict(depths=[2, 2, 3, 2], channels=[8, 16, 24, 32])
+    for seed in range(6):
+        torch.manual_seed(seed)
+        config = dict(type='SBPConvNeXt', arch=arch, drop_path_rate=0.1, sbp_cfg=dict(preset='sbp'))
+        model = MODELS.build(dict(config, layer_scale_init_value=1.0, gap_before_final_norm=False)).train()
+        x = torch.randn(2, 3, 64, 96)
+        with torch.autocast('cpu', torch.bfloat16):
+            model(x)
+    assert not get_warnings(log)

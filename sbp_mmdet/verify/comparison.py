@@ -163,7 +163,7 @@ def compare(
     random = RandomParts(lean.module)
     with random.off():
         precise = _PreciseComparison(own, lean, devices, slack, only, bars, dtype)
-        errors = precise.compare(args, kwargs)
+        errors = precise.compare(args, kwargs, off)
     off = {key: value for key, value in off.items() if not value <= bars[key[0]] + (1 + _MULTIPLE) * errors.get(key, 0)}
     if not random or not off:
         return runs
@@ -225,8 +225,13 @@ class _PreciseComparison:
         self.options = dict(devices=devices, slack=slack, only=only)
         self.errors = {}  # of the own code, by part and name
 
-    def compare(self, args, kwargs) -> dict:
+    def compare(self, args, kwargs, wanted) -> dict:
         """Compare on the arguments and, if the sides differ, on arguments close to them.
+
+        Args:
+            args (tuple): The arguments.
+            kwargs (dict): The keyword arguments.
+            wanted (Iterable[tuple[str, str]]): Parts and names whose errors are measured even if the sides agree here.
 
         Returns:
             dict: Errors of the own code by part and name.
@@ -239,9 +244,11 @@ class _PreciseComparison:
             put_back()
             runs = _run_both(self.own, self.lean, args, kwargs, self.devices, self.dtype)
             off = _beyond(runs, self.options['only'], self.bars)
-            if off:
+            if off or not attempt:
                 put_back()
                 exact = self._exact(args, kwargs, put_back)
+                if exact is not None:
+                    self._measure_errors({*off, *wanted}, runs[0], exact)
                 off = {key: value for key, value in off.items() if not self._is_noise(key, runs, exact)}
             suspects = off if suspects is None else {key: value for key, value in off.items() if key in suspects}
             if not suspects:
@@ -263,6 +270,12 @@ class _PreciseComparison:
             compare(self.own, self.lean, args, kwargs, **self.options, dtype=full, expected=exact)
         return exact
 
+    def _measure_errors(self, keys, expected, exact) -> None:
+        for part, name in keys:
+            value = getattr(exact, part)[name]
+            error = _distance(getattr(expected, part)[name], value) / (norm(value) or 1)
+            self.errors[part, name] = max(self.errors.get((part, name), 0.0), error)
+
     def _is_noise(self, key, runs, exact) -> bool:
         """Return whether the own code is about as far from itself in a higher precision as the lean module is."""
         if exact is None:
@@ -270,8 +283,6 @@ class _PreciseComparison:
         part, name = key
         (expected, lean), value = (getattr(run, part)[name] for run in runs), getattr(exact, part)[name]
         size, bar = norm(value) or 1, self.bars[part]
-        error = _distance(expected, value) / size
-        self.errors[key] = max(self.errors.get(key, 0.0), error)
         if not _distance(lean, value) <= (_MULTIPLE * self.errors[key] + bar) * size:
             return False
         if self.errors[key] > 1 or value is None:
