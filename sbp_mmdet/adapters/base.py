@@ -34,6 +34,7 @@ from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
+from .inputs import are_known_inputs
 from .parameters import trains
 from .predicate import derives_plainly
 from .row_draws import RowDraws
@@ -164,7 +165,9 @@ class LeanModule(Mixin):
 
     @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
-        return (self.lean_forward(*args, **kwargs),) if self.runs_lean() else None
+        if self.runs_lean() and are_known_inputs(self._lean.bound.bypassed.precisions, args, kwargs):
+            return (self.lean_forward(*args, **kwargs),)
+        return None
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""

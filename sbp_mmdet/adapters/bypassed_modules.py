@@ -13,6 +13,7 @@ from torch import nn
 from ..library_code import Functions, library_code
 from ..ops.common.handed_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
+from .inputs import precisions_of_products
 from .predicate import GLOBAL_HOOKS, cached_answers, is_hooked_globally
 
 __all__ = ['BypassedModules']
@@ -24,6 +25,10 @@ class BypassedModules:
     Args:
         root (nn.Module): The changed module.
         modules (Iterable[nn.Module]): The checked modules: submodules of ``root``, or itself.
+
+    Attributes:
+        modules (tuple[nn.Module, ...]): The checked modules without ``root``.
+        precisions (frozenset[torch.dtype]): Precisions of their weights, see :func:`.precisions_of_products`.
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module]):
@@ -41,6 +46,8 @@ class BypassedModules:
         number = len(root.__dict__) + ('_lean' not in root.__dict__)
         self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
         self._state = _State.of(self.modules)
+        self._own_dtypes = _dtypes_in(root)
+        self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = [(id(code), code) for code in map(library_code, kinds)]
@@ -50,7 +57,7 @@ class BypassedModules:
         return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
 
     def __setstate__(self, state):
-        self.modules, self._kind, self._root = (), None, None
+        self.modules, self.precisions, self._kind, self._root = (), frozenset(), None, None
 
     def unchanged(self, root: nn.Module) -> bool:
         """Return whether submodules, their classes and code, hooks, settings and the kind of parameters are unchanged.
@@ -61,7 +68,7 @@ class BypassedModules:
         Args:
             root (nn.Module): The changed module.
         """
-        if self._root is None:
+        if self._root is None or self._parents[0] is not root:  # a shallow copy may have other children
             return False
         kinds, length, settings, values = self._root
         # A new attribute may hide a method of the class.
@@ -72,7 +79,7 @@ class BypassedModules:
                 return False
         except KeyError:
             return False
-        if any(GLOBAL_HOOKS) != self._hooked_globally:
+        if any(GLOBAL_HOOKS) != self._hooked_globally or _dtypes_in(root) != self._own_dtypes:
             return False
         checked = unchanged_code()
         if checked is None:
@@ -142,6 +149,12 @@ class _State(NamedTuple):
 
 
 _values = operator.methodcaller('values')
+
+
+def _dtypes_in(module):
+    """Return the precisions of a module's own parameters."""
+    parameters = module.__dict__['_parameters']
+    return [p.dtype for p in parameters.values() if p is not None] if parameters else None
 
 
 def _parameters(owns):

@@ -5,6 +5,7 @@ from mmdet.models.dense_heads import RPNHead
 from torch import Tensor, nn
 
 from ..ops.common.folding import bias_or_zeros
+from ..ops.common.joined_layers import JoinedLayers
 from ..ops.common.precision import no_autocast
 from ..ops.common.row_strips import Convolution
 from ..ops.dense_head import DenseHeadSettings, DenseHeadTensors, dense_head
@@ -37,13 +38,11 @@ class LeanRPNHead(LeanModule):
         hidden, outputs = self.rpn_conv, (self.rpn_cls, self.rpn_reg)
         geometry = Convolution(hidden.padding, hidden.dilation, hidden.groups)
         with no_autocast(x):  # it concatenates only what it knows, on a CPU no fp16
-            out_weight = torch.cat([conv.weight for conv in outputs])
-            out_bias = torch.cat([bias_or_zeros(conv.weight, conv.bias) for conv in outputs])
+            joined = JoinedLayers([conv.weight for conv in outputs], [conv.bias for conv in outputs])
         bias = bias_or_zeros(hidden.weight, hidden.bias)
-        tensors = DenseHeadTensors(x, hidden.weight, bias, out_weight, out_bias)
+        tensors = DenseHeadTensors(x, hidden.weight, bias, joined.weight, joined.bias)
         out = dense_head(DenseHeadSettings(self.form, geometry, sampled=_sampled_anchors(self)), tensors)
-        # Each output in memory of its own, so that later code may change it in place.
-        return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
+        return joined.split(out)  # in memory of their own, so that later code may change them in place
 
     @classmethod
     def thin_gradient(cls, module: nn.Module, grad: Tensor) -> Tensor:
