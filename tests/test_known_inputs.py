@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmcv.cnn import ConvModule
+from mmcv.cnn.bricks.conv_ws import ConvAWS2d
+from mmdet.models.backbones.resnet import BasicBlock
+from mmdet.models.layers import CSPLayer, ResLayer
 from mmdet.models.necks import FPN
 from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
@@ -113,3 +116,31 @@ def test_a_shallow_copy_with_other_children():
     torch.testing.assert_close(other(random_images()), expected, rtol=1e-10, atol=1e-10)
     other(random_images()).square().sum().backward()
     assert model[0].weight.grad is None and other[0].weight.grad is not None
+
+
+ADAPTED = {
+    'Conv2d': (lambda: nn.Conv2d(3, 4, 3), 'input'),
+    'ConvAWS2d': (lambda: ConvAWS2d(3, 4, 3), 'x'),
+    'sequence': (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), 'input'),
+    'stage': (lambda: ResLayer(BasicBlock, 3, 3, 2), 'input'),
+    'ConvModule': (lambda: ConvModule(3, 4, 3, norm_cfg=dict(type='BN')), 'x'),
+    'CSP layer': (lambda: CSPLayer(3, 4), 'x'),
+    'max pool': (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2)), 'input'),
+    'linear layer': (lambda: nn.Linear(64, 8), 'input'),
+    'layer norm': (lambda: nn.LayerNorm(64), 'input'),
+    'GELU': (lambda: nn.GELU(), 'input'),
+}
+
+
+@pytest.mark.parametrize('name', ADAPTED)
+def test_arguments_have_the_names_of_the_own_forward(name):
+    make, argument = ADAPTED[name]
+    plain = nn.ModuleDict(dict(first=nn.Conv2d(3, 3, 1), neck=make())).double().train()
+    lean, found = copy.deepcopy(plain), []
+    apply_lean(lean, verify=False)
+    for model in (lean, plain):
+        compute_loss([model['neck'](**{argument: model['first'](input=random_images())})]).backward()
+        found.append(get_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for key, grad in found[1].items():
+        torch.testing.assert_close(found[0][key], grad, rtol=1e-8, atol=1e-9)

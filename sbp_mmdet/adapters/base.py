@@ -34,7 +34,7 @@ from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
-from .inputs import are_known_inputs
+from .inputs import are_known_inputs, put_in_position
 from .parameters import trains
 from .predicate import derives_plainly
 from .row_draws import RowDraws
@@ -166,6 +166,8 @@ class LeanModule(Mixin):
     @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
         if self.runs_lean() and are_known_inputs(self._lean.bound.bypassed.precisions, args, kwargs):
+            if kwargs:
+                args, kwargs = put_in_position(stock_class(type(self)), args, kwargs)
             return (self.lean_forward(*args, **kwargs),)
         return None
 

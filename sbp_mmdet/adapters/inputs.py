@@ -5,6 +5,8 @@ another class may define what these functions compute. And it casts its input to
 linear layer raises an error if input and weight differ. With any other input a module runs its own code.
 """
 
+import functools
+import inspect
 from collections.abc import Iterable
 
 import torch
@@ -14,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..ops.common.precision import autocast_dtype
 from .predicate import tensors_in
 
-__all__ = ['are_known_inputs', 'precisions_of_products']
+__all__ = ['are_known_inputs', 'precisions_of_products', 'put_in_position']
 
 _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))  # the last one is the planner's
 _CAST_BY_AUTOCAST = frozenset((torch.float16, torch.bfloat16, torch.float32))
@@ -56,3 +58,28 @@ def are_known_inputs(precisions: frozenset[torch.dtype], args: tuple, kwargs: di
     if first is None:
         return False
     return first.dtype in _CAST_BY_AUTOCAST and autocast_dtype(first) is not None and torch.float64 not in precisions
+
+
+def put_in_position(kind: type[nn.Module], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return the arguments of a call with those in position that were given by name, up to the first missing one.
+
+    The names of a module's arguments are those of its own forward pass, for example ``input`` in torch.
+
+    Args:
+        kind (type[nn.Module]): Class of the module, without mixins of this package.
+        args (tuple): Positional arguments.
+        kwargs (dict): Keyword arguments.
+    """
+    given, left = [*args], dict(kwargs)
+    for name in _arguments_of(kind.forward)[len(args) :]:
+        if name not in left:
+            break
+        given.append(left.pop(name))
+    return tuple(given), left
+
+
+@functools.cache
+def _arguments_of(function):
+    """Return the names of a method's arguments that may be given in position or by name."""
+    _, *parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
