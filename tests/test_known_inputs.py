@@ -144,3 +144,20 @@ def test_arguments_have_the_names_of_the_own_forward(name):
     assert found[0].keys() == found[1].keys()
     for key, grad in found[1].items():
         torch.testing.assert_close(found[0][key], grad, rtol=1e-8, atol=1e-9)
+
+
+def test_the_log_names_the_modules_once(caplog):
+    model = nn.ModuleDict(dict(neck=nn.Conv2d(3, 4, 3))).double().train()
+    apply_lean(model, verify=False)
+    logger = MMLogger.get_current_instance()
+    logger.setLevel('WARNING')
+    logger.addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            model['neck'](random_images())
+            model['neck'](random_images().as_subclass(Steep))
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel('ERROR')
+    (message,) = [record.getMessage() for record in caplog.records if 'neck' in record.getMessage()]
+    assert 'neck runs its own code for an input' in message

@@ -165,11 +165,15 @@ class LeanModule(Mixin):
 
     @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
-        if self.runs_lean() and are_known_inputs(self._lean.bound.bypassed.precisions, args, kwargs):
-            if kwargs:
-                args, kwargs = put_in_position(stock_class(type(self)), args, kwargs)
-            return (self.lean_forward(*args, **kwargs),)
-        return None
+        if not self.runs_lean():
+            return None
+        bypassed = self._lean.bound.bypassed
+        if not are_known_inputs(bypassed.precisions, args, kwargs):
+            bypassed.warn_of_input(self._lean.name or type(self).__name__)
+            return None
+        if kwargs:
+            args, kwargs = put_in_position(stock_class(type(self)), args, kwargs)
+        return (self.lean_forward(*args, **kwargs),)
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""

@@ -3,11 +3,13 @@
 import copy
 import enum
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from mmengine.logging import print_log
 from torch import nn
 
 from ..library_code import Functions, library_code
@@ -46,7 +48,7 @@ class BypassedModules:
         number = len(root.__dict__) + ('_lean' not in root.__dict__)
         self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
         self._state = _State.of(self.modules)
-        self._own_dtypes = _dtypes_in(root)
+        self._own_dtypes, self._warned = _dtypes_in(root), False
         self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
@@ -58,6 +60,20 @@ class BypassedModules:
 
     def __setstate__(self, state):
         self.modules, self.precisions, self._kind, self._root = (), frozenset(), None, None
+
+    def warn_of_input(self, name: str) -> None:
+        """Log once that the module runs its own code for an input that :mod:`.inputs` does not know.
+
+        Args:
+            name (str): Name of the module.
+        """
+        if not self._warned:
+            text = (
+                f'{name} runs its own code for an input that its operations do not take: a tensor of a class of its '
+                'own, or in another precision than the weights'
+            )
+            print_log(text, logger='current', level=logging.WARNING)
+        self._warned = True
 
     def unchanged(self, root: nn.Module) -> bool:
         """Return whether submodules, their classes and code, hooks, settings and the kind of parameters are unchanged.
