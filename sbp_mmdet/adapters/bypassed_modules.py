@@ -48,7 +48,7 @@ class BypassedModules:
         number = len(root.__dict__) + ('_lean' not in root.__dict__)
         self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
         self._state = _State.of(self.modules)
-        self._own_dtypes, self._warned = _dtypes_in(root), False
+        self._own_dtypes, self._warned = _dtypes_of_weights(root), False
         self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
@@ -95,7 +95,9 @@ class BypassedModules:
                 return False
         except KeyError:
             return False
-        if any(GLOBAL_HOOKS) != self._hooked_globally or _dtypes_in(root) != self._own_dtypes:
+        if any(GLOBAL_HOOKS) != self._hooked_globally:
+            return False
+        if self._own_dtypes and _dtypes_of_weights(root) != self._own_dtypes:
             return False
         checked = unchanged_code()
         if checked is None:
@@ -167,10 +169,9 @@ class _State(NamedTuple):
 _values = operator.methodcaller('values')
 
 
-def _dtypes_in(module):
-    """Return the precisions of a module's own parameters."""
-    parameters = module.__dict__['_parameters']
-    return [p.dtype for p in parameters.values() if p is not None] if parameters else None
+def _dtypes_of_weights(module):
+    """Return the precisions of a module's own parameters that its input may be multiplied with."""
+    return [p.dtype for p in module.__dict__['_parameters'].values() if p is not None and p.dim() > 1]
 
 
 def _parameters(owns):

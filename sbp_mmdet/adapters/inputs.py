@@ -43,6 +43,12 @@ def are_known_inputs(precisions: frozenset[torch.dtype], args: tuple, kwargs: di
         kwargs (dict): Keyword arguments.
     """
     first = None
+    if not kwargs:
+        for value in args:  # as most calls are, in few steps
+            if type(value) is not Tensor or value.dtype not in precisions:
+                break
+        else:
+            return True
     left = [*args, *kwargs.values()] if kwargs else [*args]
     for value in left:  # tensors in tuples and lists are appended
         kind = type(value)
