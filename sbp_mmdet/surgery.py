@@ -46,6 +46,15 @@ class Mixin:
 
     outermost = False
 
+    def __init__(self, *args, **kwargs):
+        # Somebody calls the class of a changed module: a slice of nn.Sequential does. The new module is a plain one.
+        kind, fronts, derived = _apart(type(self))
+        if fronts:
+            self.__class__ = _together(kind, [], derived)
+            self.__init__(*args, **kwargs)
+        else:
+            super().__init__(*args, **kwargs)
+
     def __reduce_ex__(self, protocol):
         # A class that was made at run time cannot be imported by its name, so a pickle has the classes it was made of.
         kind, fronts, derived = _apart(type(self))

@@ -293,3 +293,27 @@ def test_whole_detectors(name):
     assert relative_distance(actual[1], expected[1]) < 1e-3
     assert relative_distance(eight[1], expected[1]) < 0.1
     assert actual[3] < most * expected[3] and eight[3] < 0.85 * actual[3]
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('name', ['Res2Net', 'ResNeSt', 'plugins', 'ResNet-50', 'ResNet-18, training'])
+def test_a_norm_on_both_paths_of_a_block(name, preset):
+    """Its running statistics depend on which path is the first."""
+    plain = build_module(BACKBONES[name][0])
+    number = 2 if '18' in name else 3
+    for index, hook in enumerate((False, True)):  # with a hook, the block is no part of a chain
+        block = plain.get_submodule(f'layer{2 + index}.0')
+        block.downsample[-1] = getattr(block, f'bn{number}').train()
+        if hook:
+            block.conv1.register_forward_hook(lambda *args: None)
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, preset, verify=False)
+    found = []
+    for model in (lean, plain):
+        torch.manual_seed(0)
+        outs = model(torch.randn(2, 3, 64, 64, dtype=torch.float64))
+        sum(out.square().mean() for out in outs).backward()
+        found.append((dict(model.named_buffers()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
+    for actual, expected in zip(*found, strict=True):
+        for key, values in expected.items():
+            torch.testing.assert_close(actual[key], values, rtol=1e-7, atol=1e-9, msg=key)

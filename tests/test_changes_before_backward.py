@@ -7,6 +7,7 @@ import pytest
 import torch
 from conv_models import BACKBONES, build_module, randomize_norms
 from mmengine.logging import MMLogger
+from test_adapters_transformer import LAYERS, randomize
 from test_chunked_heads import HEADS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -48,11 +49,33 @@ def _extractor(size):
     return dict(type='SingleRoIExtractor', roi_layer=layer, out_channels=16, featmap_strides=[1])
 
 
+class Layer(nn.Module):
+    """A layer of a transformer, of which some parts are recomputed."""
+
+    def __init__(self, name):
+        super().__init__()
+        make, self._inputs = LAYERS[name]
+        self.conv, self.layer = nn.Conv2d(3, 1, 3), make()
+
+    def forward(self, x):
+        x = self.conv(x).mean()  # all floating inputs depend on the image
+        torch.manual_seed(0)
+        given = {name: v + x if torch.is_tensor(v) and v.requires_grad else v for name, v in self._inputs().items()}
+        out = self.layer(**given)
+        return out if isinstance(out, (tuple, list)) else [out]
+
+
+_RECOMPUTED = ['FFN, three layers', 'FFN, PReLU', 'attention, tokens first', 'Mask2Former decoder', 'PVT']
+_RECOMPUTED += ['Conditional DETR']
 FAMILIES = {
     'heads': lambda: randomize_norms(Heads()),
     'Swin': MODELS['Swin'],
     'ViT': MODELS['ViT'],
     'Res2Net': lambda: build_module(BACKBONES['Res2Net'][0]),
+    **{
+        name: functools.partial(lambda name: randomize(Layer(name)), name)
+        for name in (*_RECOMPUTED, 'Conditional DETR')
+    },
 }
 
 

@@ -135,8 +135,8 @@ def test_masks_of_mask2former_take_a_byte(semantic):
     assert type(given[0].masks) is BitmapMasks  # the batch stays as it was
 
 
-def test_losses_of_maskformer_run_again():
-    """Each image is assigned once, and no map of the size of an image is saved."""
+def build_maskformer_head():
+    """Return a head, its predictions and the ground truth of two images, of which one has no object."""
     model = get_config('mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py').model
     init_default_scope('mmdet')
     head = MODELS.build(dict(model.panoptic_head, num_queries=21, train_cfg=model.train_cfg, test_cfg=None))
@@ -149,6 +149,12 @@ def test_losses_of_maskformer_run_again():
         )
         for n in (10, 0)
     ]
+    return head, scores, masks, truth
+
+
+def test_losses_of_maskformer_run_again():
+    """Each image is assigned once, and no map of the size of an image is saved."""
+    head, scores, masks, truth = build_maskformer_head()
     assign = head.assigner.assign
     head.assigner.assign = lambda *args, **kwargs: calls.append(1) or assign(*args, **kwargs)
 
@@ -170,3 +176,31 @@ def test_losses_of_maskformer_run_again():
         assert torch.equal(a, b)
     maps = truth[0].masks.numel() * FLOAT
     assert before > 8 * maps and after < maps
+
+
+def test_losses_of_maskformer_may_change_before_the_backward_pass():
+    """Settings of a loss, for example of each branch or step, are those of the forward pass."""
+    head, scores, masks, truth = build_maskformer_head()
+    expected = None
+    for chunked in (False, True):
+        if chunked:
+            targets_in_chunks(head)
+        leaves, total = [t.clone().requires_grad_() for t in (scores, masks)], 0
+        for eps in (1.0, 50.0):
+            head.loss_dice.eps = eps
+            total = total + sum(head._loss_by_feat_single(*leaves, truth, [{}] * 2))
+        gradients = torch.autograd.grad(total, leaves)
+        assert head.loss_dice.eps == 50
+        expected = expected or gradients
+    for actual, gradient in zip(gradients, expected, strict=True):
+        assert torch.equal(actual, gradient)
+
+
+def test_losses_of_maskformer_with_hooks_run_once():
+    head, scores, masks, truth = build_maskformer_head()
+    targets_in_chunks(head)
+    calls = []
+    head.loss_dice.register_forward_hook(lambda *args: calls.append(1))
+    leaves = [t.clone().requires_grad_() for t in (scores, masks)]
+    sum(head._loss_by_feat_single(*leaves, truth, [{}] * 2)).backward()
+    assert len(calls) == 1

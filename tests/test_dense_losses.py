@@ -127,3 +127,24 @@ def test_a_weight_that_is_broadcast_over_all_priors_runs_the_losses_own_code():
         value.backward()
         found.append((value.detach(), x.grad))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize('name', LOSSES)
+def test_settings_may_change_before_the_backward_pass(name):
+    """A loss weight of each branch, as of a teacher and a student, is the one of the forward pass."""
+    own, target = LOSSES[name]
+    found = []
+    for chunked in (False, True):
+        loss = copy.deepcopy(own)
+        if chunked:
+            losses_in_chunks(loss, pairs=7 * CLASSES)
+        pred = torch.randn(NUMBER, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        pred.requires_grad_()
+        total = 0
+        for weight in (1.0, 0.25):
+            loss.loss_weight = weight
+            total = total + loss(pred, target(), avg_factor=7.0)
+        total.backward()
+        assert loss.loss_weight == 0.25
+        found.append(pred.grad)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

@@ -7,6 +7,8 @@ import types
 
 import pytest
 import torch
+from mmcv.cnn import ConvModule
+from mmdet.models.backbones.resnet import BasicBlock
 from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import HOOKS
 from mmengine import DefaultScope, Registry, registry
@@ -14,7 +16,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from torch import nn
 
-from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook
+from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook, apply_lean
 from sbp_mmdet.checkpointing import checkpoint_modules
 from sbp_mmdet.surgery import (
     Mixin,
@@ -137,3 +139,26 @@ def test_an_outermost_mixin_stays_in_front():
     assert layer(torch.tensor(5.0)) == 15 and other(torch.tensor(5.0)) == 31
     mix_out(layer, Mixin)
     assert type(layer) is nn.Identity
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'with_cp'])
+def test_a_new_instance_of_a_changed_class_is_plain(preset):
+    """``nn.Sequential`` makes its slices by calling its class, as users do to make a layer like a given one."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), ConvModule(4, 4, 3), BasicBlock(4, 4)
+    plain = nn.Sequential(*layers).double().train()
+    model, x = copy.deepcopy(plain), torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    apply_lean(model, preset, verify=False)
+    assert type(model[:3]) is nn.Sequential and type(type(model[3])(3, 4, 1)) is ConvModule
+    for part in (slice(0, 3), slice(0, 5)):
+        outs = [m[part](x) for m in (model, plain)]
+        torch.testing.assert_close(*outs, rtol=1e-10, atol=1e-10)
+        gradients = [
+            torch.autograd.grad(out.square().sum(), [*m[part].parameters()])
+            for m, out in zip((model, plain), outs, strict=True)
+        ]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    new = type(model[4])(3, 3).double().train()
+    new(x).sum().backward()
+    assert type(new) is BasicBlock and new.conv1.weight.grad is not None

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones.resnet import BasicBlock
+from mmdet.models.dense_heads import RPNHead
 from mmdet.models.layers import CSPLayer
 from mmdet.models.necks import FPN
+from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
@@ -318,3 +320,44 @@ def test_a_second_derivative_is_an_error(family):
     for wanted in (parameters, parameters[:1], [x]):  # these are also reached past the operation that raises the error
         with pytest.raises(RuntimeError, match='twice'):
             torch.autograd.grad(loss + sum(g.square().sum() for g in grads), wanted, retain_graph=True)
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
+@pytest.mark.parametrize('used', [[0], [1], [0, 1]], ids=['scores', 'boxes', 'both'])
+def test_an_output_of_a_head_that_no_loss_uses(used, preset):
+    """With a gradient of zero in the place of none, an optimizer would decay the weights of the other output."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([RPNHead(in_channels=4, feat_channels=6)]).double().train()
+    lean, found = copy.deepcopy(plain), []
+    apply_lean(lean, preset, verify=False)
+    maps = [torch.randn(2, 4, size, size, dtype=torch.float64) for size in (32, 8)]
+    for model in (lean, plain):
+        outs = model[0](maps)
+        compute_loss([out for i in used for out in outs[i]]).backward(retain_graph=True)
+        compute_loss(outs[used[0]][:1]).backward()
+        found.append(get_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert (found[0][name] - grad).norm() <= (0.02 if preset == 'int8' else 1e-10) * grad.norm(), name
+
+
+@pytest.mark.parametrize('frozen', ['', 'weight', 'attn'])
+@pytest.mark.parametrize('used', [[0], [1], [0, 1]], ids=['image', 'text', 'both'])
+def test_an_output_of_a_fusion_that_no_loss_uses(used, frozen):
+    torch.manual_seed(0)
+    block = SingleScaleBiAttentionBlock(v_dim=8, l_dim=8, embed_dim=8, num_heads=2, dropout=0.0, drop_path=0.0)
+    plain = nn.ModuleList([block]).double().train()
+    for name, p in plain.named_parameters():
+        p.requires_grad_(not frozen or frozen not in name)
+    lean, found = copy.deepcopy(plain), []
+    apply_lean(lean, verify=False)
+    tokens = [torch.randn(2, number, 8, dtype=torch.float64) for number in (12, 5)]
+    for model in (lean, plain):
+        outs = model[0](*tokens)
+        for out in outs:  # outputs may be changed in place
+            out.add_(1)
+        compute_loss([outs[i] for i in used]).backward()
+        found.append(get_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert (found[0][name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name

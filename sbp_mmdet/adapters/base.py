@@ -34,6 +34,7 @@ from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
+from .inputs import are_known_inputs, put_in_position
 from .parameters import trains
 from .predicate import derives_plainly
 from .row_draws import RowDraws
@@ -164,7 +165,15 @@ class LeanModule(Mixin):
 
     @uncompiled  # operations are no code for a compiler, and what calls them only looks at modules
     def _forward_if_lean(self, args, kwargs):
-        return (self.lean_forward(*args, **kwargs),) if self.runs_lean() else None
+        if not self.runs_lean():
+            return None
+        bypassed = self._lean.bound.bypassed
+        if not are_known_inputs(bypassed.precisions, args, kwargs):
+            bypassed.warn_of_input(self._lean.name or type(self).__name__)
+            return None
+        if kwargs:
+            args, kwargs = put_in_position(stock_class(type(self)), args, kwargs)
+        return (self.lean_forward(*args, **kwargs),)
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""

@@ -3,16 +3,19 @@
 import copy
 import enum
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from mmengine.logging import print_log
 from torch import nn
 
 from ..library_code import Functions, library_code
 from ..ops.common.handed_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
+from .inputs import precisions_of_products
 from .predicate import GLOBAL_HOOKS, cached_answers, is_hooked_globally
 
 __all__ = ['BypassedModules']
@@ -24,6 +27,10 @@ class BypassedModules:
     Args:
         root (nn.Module): The changed module.
         modules (Iterable[nn.Module]): The checked modules: submodules of ``root``, or itself.
+
+    Attributes:
+        modules (tuple[nn.Module, ...]): The checked modules without ``root``.
+        precisions (frozenset[torch.dtype]): Precisions of their weights, see :func:`.precisions_of_products`.
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module]):
@@ -41,6 +48,8 @@ class BypassedModules:
         number = len(root.__dict__) + ('_lean' not in root.__dict__)
         self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
         self._state = _State.of(self.modules)
+        self._own_dtypes, self._warned = _dtypes_of_weights(root), False
+        self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = [(id(code), code) for code in map(library_code, kinds)]
@@ -50,7 +59,21 @@ class BypassedModules:
         return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
 
     def __setstate__(self, state):
-        self.modules, self._kind, self._root = (), None, None
+        self.modules, self.precisions, self._kind, self._root = (), frozenset(), None, None
+
+    def warn_of_input(self, name: str) -> None:
+        """Log once that the module runs its own code for an input that :mod:`.inputs` does not know.
+
+        Args:
+            name (str): Name of the module.
+        """
+        if not self._warned:
+            text = (
+                f'{name} runs its own code for an input that its operations do not take: a tensor of a class of its '
+                'own, or in another precision than the weights'
+            )
+            print_log(text, logger='current', level=logging.WARNING)
+        self._warned = True
 
     def unchanged(self, root: nn.Module) -> bool:
         """Return whether submodules, their classes and code, hooks, settings and the kind of parameters are unchanged.
@@ -61,7 +84,7 @@ class BypassedModules:
         Args:
             root (nn.Module): The changed module.
         """
-        if self._root is None:
+        if self._root is None or self._parents[0] is not root:  # a shallow copy may have other children
             return False
         kinds, length, settings, values = self._root
         # A new attribute may hide a method of the class.
@@ -73,6 +96,8 @@ class BypassedModules:
         except KeyError:
             return False
         if any(GLOBAL_HOOKS) != self._hooked_globally:
+            return False
+        if self._own_dtypes and _dtypes_of_weights(root) != self._own_dtypes:
             return False
         checked = unchanged_code()
         if checked is None:
@@ -143,6 +168,11 @@ class _State(NamedTuple):
 
 _get_children, _get_parameters = operator.attrgetter('_modules'), operator.itemgetter('_parameters')
 _values = operator.methodcaller('values')
+
+
+def _dtypes_of_weights(module):
+    """Return the precisions of a module's own parameters that its input may be multiplied with."""
+    return [p.dtype for p in module.__dict__['_parameters'].values() if p is not None and p.dim() > 1]
 
 
 def _parameters(owns):

@@ -143,8 +143,9 @@ class ConvNormActBinding(Binding):
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None):
         """Run the layer on (N, C, H, W); ``residual`` has the shape of the output."""
         norm, act = self.norm, self.act
-        # Without images the module's own code runs, unless SyncBN needs all processes to communicate alike.
-        if not x.numel() and _process_group(norm) is None:
+        # A single image (C, H, W) runs the modules' own code. So do no images, unless SyncBN needs all processes to
+        # communicate alike.
+        if x.dim() != 4 or (not x.numel() and _process_group(norm) is None):
             return self.own_code(x, residual)
         if norm is not None and 'norm' not in self.fused:
             x = norm(self._layer(form, x))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..ops.common.folding import bias_or_zeros
 from ..ops.common.precision import no_autocast
 from ..ops.common.row_strips import Convolution
+from ..ops.common.used_outputs import UsedOutputs
 from ..ops.dense_head import DenseHeadSettings, DenseHeadTensors, dense_head
 from .base import LeanModule, adapter
 
@@ -36,14 +37,15 @@ class LeanRPNHead(LeanModule):
             return self.forward_single(x)
         hidden, outputs = self.rpn_conv, (self.rpn_cls, self.rpn_reg)
         geometry = Convolution(hidden.padding, hidden.dilation, hidden.groups)
+        used = UsedOutputs(len(outputs))
         with no_autocast(x):  # it concatenates only what it knows, on a CPU no fp16
-            out_weight = torch.cat([conv.weight for conv in outputs])
-            out_bias = torch.cat([bias_or_zeros(conv.weight, conv.bias) for conv in outputs])
+            layers = [(conv.weight, bias_or_zeros(conv.weight, conv.bias)) for conv in outputs]
+            weights, biases = zip(*(used.only_for(i, layer) for i, layer in enumerate(layers)), strict=True)
+            out_weight, out_bias = torch.cat(weights), torch.cat(biases)
         bias = bias_or_zeros(hidden.weight, hidden.bias)
         tensors = DenseHeadTensors(x, hidden.weight, bias, out_weight, out_bias)
         out = dense_head(DenseHeadSettings(self.form, geometry, sampled=_sampled_anchors(self)), tensors)
-        # Each output in memory of its own, so that later code may change it in place.
-        return [part.clone() for part in out.split([len(conv.weight) for conv in outputs], 1)]
+        return used.split(out, [*map(len, weights)])
 
     @classmethod
     def thin_gradient(cls, module: nn.Module, grad: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class LeanMultiheadAttention(LeanModule):
         tensors = (a.query, key, value, a.query_pos, key_pos, a.attn_mask, a.key_padding_mask)
         masked = a.attn_mask is not None or a.key_padding_mask is not None
         again = masked or (self.attn.dropout and self.attn.training)
-        out = recomputed(self._attend, *tensors) if again else self._attend(*tensors)
+        out = recomputed(self._attend, self, *tensors) if again else self._attend(*tensors)
         return (a.query if a.identity is None else a.identity) + self.dropout_layer(self.proj_drop(out))
 
     def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
@@ -119,7 +119,7 @@ class LeanRecomputed(LeanModule):
         def run(args, kwargs):
             return super(LeanModule, self).forward(*args, **kwargs)
 
-        return recomputed(run, args, kwargs)
+        return recomputed(run, self, args, kwargs)
 
 
 # Encoders.

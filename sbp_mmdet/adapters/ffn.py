@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..ops.common.autograd_function import Form
+from ..ops.common.module_state import ModuleState, submodules
 from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
 from .bindings import Binding, Problems
@@ -26,11 +27,15 @@ def rate_of(dropout: nn.Module) -> float:
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
-def recomputed(run: Callable, *args):
+def recomputed(run: Callable, module: nn.Module, *args):
     """Run a function and recompute it in the backward pass, by ``torch.utils.checkpoint``.
 
+    The recomputation finds parameters, mode and settings of the modules as they were in the forward pass.
+
     Args:
-        run (Callable): The function. It may use modules with parameters.
+        run (Callable): The function.
+        module (nn.Module): Module whose parameters and settings, and those of the modules inside of it, the function
+            uses.
         *args: Arguments of the function: tensors, other values, and lists, tuples and dicts of them.
 
     Returns:
@@ -41,8 +46,16 @@ def recomputed(run: Callable, *args):
     different = {id(leaf): leaf for leaf in leaves}
     places = [[*different].index(id(leaf)) for leaf in leaves]
 
+    parts, state = submodules([module]), None
+
     def run_with(*different):
-        return run(*tree_unflatten([different[i] for i in places], structure))
+        nonlocal state
+        given = tree_unflatten([different[i] for i in places], structure)
+        if state is not None:
+            with state.restored():
+                return run(*given)
+        out, state = run(*given), ModuleState(parts)
+        return out
 
     return cp.checkpoint(run_with, *different.values(), use_reentrant=False)
 
@@ -86,7 +99,7 @@ class _RecomputedBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the module."""
-        return recomputed(self.module, x)
+        return recomputed(self.module, self.module, x)
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""

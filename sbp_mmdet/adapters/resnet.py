@@ -51,6 +51,20 @@ def _shortcut(block, x):
     return x if block.downsample is None else block.downsample(x)
 
 
+def _ends_apart(block):
+    """Return whether the last activation is no part of an operation, so that modules are called in the block's order.
+
+    An operation that adds the output of the shortcut needs it first, while the block calls its last norm first. The
+    order decides what running statistics a norm has that is on both paths, and plugins stand in between.
+    """
+    if _has_plugins(block) and block.after_conv3_plugin_names:
+        return True
+    if block.downsample is None:
+        return False
+    past = {*block.downsample.modules()}
+    return any(m in past for child in block.children() if child is not block.downsample for m in child.modules())
+
+
 def _has_plugins(block):
     return getattr(block, 'with_plugins', False)  # copies in other projects have no plugins
 
@@ -68,21 +82,22 @@ class LeanBasicBlock(_Convolutional):
         """See :meth:`.LeanModule.parts`."""
         return dict(
             conv1=ConvNormActBinding(self.conv1, self.norm1, self.relu),
-            conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu),
+            conv2=ConvNormActBinding(self.conv2, self.norm2, None if _ends_apart(self) else self.relu),
         )
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
         out = self.layer('conv1', x)
+        if _ends_apart(self):
+            return self.relu(self.layer('conv2', out) + _shortcut(self, x))
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
 def _ends(block):
     """Return the operations of the first and the third convolution of a bottleneck."""
-    plugged = _has_plugins(block) and block.after_conv3_plugin_names
     return dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
-        conv3=ConvNormActBinding(block.conv3, block.norm3, None if plugged else block.relu),
+        conv3=ConvNormActBinding(block.conv3, block.norm3, None if _ends_apart(block) else block.relu),
     )
 
 
@@ -110,7 +125,7 @@ def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Ten
     """Run a bottleneck whose second convolution is the function ``middle``."""
     out = _plugged(block, 1, block.layer('conv1', x))
     out = _plugged(block, 2, middle(out))
-    if _has_plugins(block) and block.after_conv3_plugin_names:
+    if _ends_apart(block):
         return block.relu(_plugged(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
     return block.layer('conv3', out, residual=_shortcut(block, x))
 

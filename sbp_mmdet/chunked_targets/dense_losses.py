@@ -7,6 +7,7 @@ from mmdet.models.losses import FocalLoss, QualityFocalLoss, VarifocalLoss
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import apply_function, differentiable_once
+from ..ops.common.module_state import ModuleState, submodules
 from ..ops.common.precision import autocast_dtype
 from ..surgery import Mixin, has_methods_of, mix_into_known
 
@@ -58,7 +59,7 @@ class _SumsInChunks(Mixin):
         def part(pred, weight, *targets):
             return own(pred, tuple(targets) if isinstance(target, (tuple, list)) else targets[0], weight, **options)
 
-        return apply_function(_Sum, part, rows, pred, weight, *targets)
+        return apply_function(_Sum, part, self, rows, pred, weight, *targets)
 
 
 def _has_a_row_for_each(pred, x):
@@ -68,10 +69,12 @@ def _has_a_row_for_each(pred, x):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss: Callable, rows: int, pred: Tensor, *others: Tensor | None):
+    def forward(ctx, loss: Callable, module: nn.Module, rows: int, pred: Tensor, *others: Tensor | None):
         ctx.loss, ctx.rows, ctx.dtype = loss, rows, autocast_dtype(pred)
         ctx.save_for_backward(pred, *others)
-        return sum(_part(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
+        total = sum(_part(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
+        ctx.state = ModuleState(submodules([module]))  # its weight may have changed before the backward pass
+        return total
 
     @staticmethod
     @differentiable_once
@@ -80,11 +83,11 @@ class _Sum(torch.autograd.Function):
         result = torch.empty_like(pred)
         places = result.split(ctx.rows)
         for place, (part, *rest) in zip(places, _chunks(ctx, (pred, *others)), strict=True):
-            with torch.enable_grad():
+            with torch.enable_grad(), ctx.state.restored():
                 part = part.detach().requires_grad_()
                 total = _part(ctx, (part, *rest))
             place.copy_(*torch.autograd.grad(total, part, grad))
-        return None, None, result, *[None] * len(others)
+        return None, None, None, result, *[None] * len(others)
 
 
 def _chunks(ctx, tensors: Sequence[Tensor | None]):

@@ -12,6 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ..adapters.predicate import interference
+from ..ops.common.module_state import ModuleState, submodules
+from ..passes import of_known_library
 from ..surgery import Mixin, has_methods_of, mix_into_known
 
 __all__ = ['query_heads_in_chunks']
@@ -38,15 +41,30 @@ def query_heads_in_chunks(model: nn.Module, number: int) -> dict[str, list[str]]
 
 
 class _CheckpointedLosses(Mixin):
-    """A MaskFormer head that recomputes its losses in the backward pass, from the same assignment."""
+    """A MaskFormer head that recomputes its losses in the backward pass, from the same assignment.
+
+    The recomputation finds the settings of the losses as they were in the forward pass. Losses with hooks and losses of
+    the user's own run once.
+    """
 
     def _loss_by_feat_single(self, *args):
-        assigned = []
+        losses = submodules([self.loss_cls, self.loss_mask, self.loss_dice])
+        if not all(of_known_library(loss) and not interference(loss) for loss in losses):
+            return super()._loss_by_feat_single(*args)
+        assigned, parts, state = [], [self, *losses], None
 
-        def run(*args):
+        def compute(*args):
             head = copy.copy(self)
             head.assigner = _Replay(self.assigner, assigned)
             return super(_CheckpointedLosses, head)._loss_by_feat_single(*args)
+
+        def run(*args):
+            nonlocal state
+            if state is not None:
+                with state.restored():
+                    return compute(*args)
+            out, state = compute(*args), ModuleState(parts)
+            return out
 
         return cp.checkpoint(run, *args, use_reentrant=False)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
 from .common.layouts import chunks
 from .common.precision import accumulator
+from .common.used_outputs import UsedOutputs
 from .ffn import dropout_factor, random_state, replayed, scaled_
 
 __all__ = ['LIMIT', 'BiAttentionSettings', 'BiAttentionTensors', 'bi_attention']
@@ -92,6 +93,9 @@ class BiAttentionTensors(NamedTuple):
 BiAttentionGradients = gradients_of(BiAttentionTensors, 'mask', 'bias')
 _OF_ROWS = ('norm_v', 'query', 'value_v', 'out_v')
 _OF_TEXT = ('norm_l', 'key', 'value_l', 'out_l')
+# Parameters that only the tokens of images, or only those of texts, depend on.
+_OF_IMAGE_ONLY = ('value_l_weight', 'value_l_bias', 'out_v_weight', 'out_v_bias', 'gamma_v')
+_OF_TEXT_ONLY = ('value_v_weight', 'value_v_bias', 'out_l_weight', 'out_l_bias', 'gamma_l')
 
 
 class BiAttentionSaved(NamedTuple):
@@ -126,8 +130,12 @@ def bi_attention(settings: BiAttentionSettings, tensors: BiAttentionTensors) -> 
     x, text = tensors.x, tensors.text
     if x.shape[-1] != text.shape[-1]:
         raise ValueError(f'tokens of images have width {x.shape[-1]}, those of texts {text.shape[-1]}; make them equal')
+    used = UsedOutputs(2)
+    for index, names in enumerate((_OF_IMAGE_ONLY, _OF_TEXT_ONLY)):
+        own = used.only_for(index, [getattr(tensors, name) for name in names])
+        tensors = tensors._replace(**dict(zip(names, own, strict=True)))
     out = _operation(in_precision(settings, x), tensors)
-    return out.split([x.shape[1], text.shape[1]], 1)
+    return used.split(out, [x.shape[1], text.shape[1]])
 
 
 def _linear(s, t, rows, name):

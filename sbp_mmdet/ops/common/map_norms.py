@@ -45,6 +45,8 @@ def normalise(s, t, z):
         of positions that they are computed over.
     """
     if s.norm == 'group':
+        if z.numel() == s.num_groups:
+            raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
         # CUDA's kernel takes one precision, and its autocast runs group norm in full.
         z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
         sizes = *z.shape[:2], z.shape[2] * z.shape[3]
