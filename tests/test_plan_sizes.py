@@ -299,7 +299,7 @@ def test_what_the_preprocessor_makes_of_batches(tmp_path):
 
 
 @pytest.mark.parametrize('name', pipeline_sizes.PIPELINES)
-def test_the_ten_pipelines_of_the_study(name, tmp_path):
+def test_the_pipelines_of_the_study(name, tmp_path):
     """The study draws 2,000 batches of each."""
     row = pipeline_sizes.compare(name, tmp_path, 60)
     assert row['ratio'] >= 0.97, row
