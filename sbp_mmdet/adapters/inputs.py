@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common.precision import autocast_dtype
-from .predicate import tensors_in
 
 __all__ = ['are_known_inputs', 'precisions_of_products', 'put_in_position']
 
@@ -30,8 +29,9 @@ def precisions_of_products(modules: Iterable[nn.Module]) -> frozenset[torch.dtyp
     Args:
         modules (Iterable[nn.Module]): The modules.
     """
-    tensors = (tensor for module in modules for tensor in tensors_in(module).values())
-    return frozenset([tensor.dtype for tensor in tensors if tensor.dim() > 1])
+    # FSDP keeps parameters elsewhere and sets views of them as attributes.
+    values = [value for module in modules for value in (*module._parameters.values(), *vars(module).values())]
+    return frozenset([value.dtype for value in values if isinstance(value, Tensor) and value.dim() > 1])
 
 
 def are_known_inputs(precisions: frozenset[torch.dtype], args: tuple, kwargs: dict) -> bool:
