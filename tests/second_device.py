@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from sbp_mmdet.adapters.inputs import PLAIN_INPUTS
 from sbp_mmdet.adapters.predicate import PLAIN_TENSORS
 
 aten = torch.ops.aten
@@ -74,7 +75,9 @@ def _are_indices(func, args, here):
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)
 
 
-PLAIN_TENSORS.add('Elsewhere')  # it computes like a plain tensor
+# It computes like a plain tensor.
+PLAIN_TENSORS.add('Elsewhere')
+PLAIN_INPUTS.add(Elsewhere)
 
 
 class _Everywhere(TorchDispatchMode):

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common.precision import autocast_dtype
 
-__all__ = ['are_known_inputs', 'precisions_of_products', 'put_in_position']
+__all__ = ['PLAIN_INPUTS', 'are_known_inputs', 'precisions_of_products', 'put_in_position']
 
-_PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))  # the last one is the planner's
+# Classes of tensors that operations take. The last one is the planner's.
+PLAIN_INPUTS = {Tensor, nn.Parameter, FakeTensor}
 _CAST_BY_AUTOCAST = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 
@@ -52,7 +53,7 @@ def are_known_inputs(precisions: frozenset[torch.dtype], args: tuple, kwargs: di
     left = [*args, *kwargs.values()] if kwargs else [*args]
     for value in left:  # tensors in tuples and lists are appended
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN_INPUTS:
             if first is None and value.is_floating_point():
                 first = value
         elif kind is tuple or kind is list:

@@ -63,7 +63,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
         x (Tensor): Input of the product.
     """
     kind = x.device.type
-    return _dtype_of_autocast(kind) if _is_autocast(kind) and x.dtype is not torch.float64 else None
+    try:
+        return _dtype_of_autocast(kind) if x.dtype is not torch.float64 and _is_autocast(kind) else None
+    except RuntimeError:  # a device without autocast, such as 'meta'
+        return None
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,7 +102,10 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
         x (Tensor): A tensor on the device.
     """
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if _is_autocast(kind) else _NOTHING
+    try:
+        return torch.autocast(kind, enabled=False) if _is_autocast(kind) else _NOTHING
+    except RuntimeError:  # a device without autocast
+        return _NOTHING
 
 
 def column_sums(rows: Tensor) -> Tensor:
