@@ -40,6 +40,15 @@ class _Convolutional(LeanModule):
         part = self.part(name)
         return type(self).parts(self)[name].own_code(x, residual) if part is None else part(self.form, x, residual)
 
+    def ends_apart(self, name: str) -> bool:
+        """Return whether the last layer was bound without the block's last activation, see :func:`_ends_apart`.
+
+        Args:
+            name (str): Name of the last layer.
+        """
+        part = self.part(name)
+        return _ends_apart(self) if part is None else part.act is None
+
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
@@ -88,7 +97,7 @@ class LeanBasicBlock(_Convolutional):
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
         out = self.layer('conv1', x)
-        if _ends_apart(self):
+        if self.ends_apart('conv2'):
             return self.relu(self.layer('conv2', out) + _shortcut(self, x))
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
@@ -125,7 +134,7 @@ def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Ten
     """Run a bottleneck whose second convolution is the function ``middle``."""
     out = _plugged(block, 1, block.layer('conv1', x))
     out = _plugged(block, 2, middle(out))
-    if _ends_apart(block):
+    if block.ends_apart('conv3'):
         return block.relu(_plugged(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
     return block.layer('conv3', out, residual=_shortcut(block, x))
 

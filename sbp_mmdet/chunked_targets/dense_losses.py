@@ -82,11 +82,12 @@ class _Sum(torch.autograd.Function):
         pred, *others = ctx.saved_tensors
         result = torch.empty_like(pred)
         places = result.split(ctx.rows)
-        for place, (part, *rest) in zip(places, _chunks(ctx, (pred, *others)), strict=True):
-            with torch.enable_grad(), ctx.state.restored():
-                part = part.detach().requires_grad_()
-                total = _part(ctx, (part, *rest))
-            place.copy_(*torch.autograd.grad(total, part, grad))
+        with ctx.state.restored():
+            for place, (part, *rest) in zip(places, _chunks(ctx, (pred, *others)), strict=True):
+                with torch.enable_grad():
+                    part = part.detach().requires_grad_()
+                    total = _part(ctx, (part, *rest))
+                place.copy_(*torch.autograd.grad(total, part, grad))
         return None, None, None, result, *[None] * len(others)
 
 

@@ -147,7 +147,6 @@ def _move_boxes(rng, truth, number, height, width, per_box=8):
     sides = np.ptp(points, axis=1) if points.shape[1] > 1 else boxes[:, 2:4]
     moved = rng.uniform(-0.05, 0.05, (number, 2)) * sides
     moved[near:] = rng.uniform(0, 1, (number - near, 2)) * (width, height) - points[near:].mean(1)
-    boxes = boxes.copy()
     boxes[:, : 2 * points.shape[1]] += np.tile(moved, points.shape[1])
     scores, labels = torch.zeros(number), torch.zeros(number, dtype=torch.long)
     return InstanceData(bboxes=torch.from_numpy(boxes.astype(np.float32)), scores=scores, labels=labels)
