@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sbp_mmdet.ops.common.sign_bits as sign_bits
 import sbp_mmdet.ops.window_attention as windows
@@ -57,12 +58,31 @@ def simulate_gpu():
             mock.patch.object(torch.cuda, 'is_bf16_supported', lambda *args: True),
             FakeTensorMode() as mode,
             _drawing_on_cpu(mode),
+            _OnePrecision(),
         ):
+            _clear_caches()  # of tensors on a real GPU
             yield mode
     finally:
         drivers[_CUDA] = before
-        for made in (window_layout, windows._qkv_scales, sign_bits._bytes_of_bits):
-            made.cache_clear()  # tensors of this mode
+        _clear_caches()  # of tensors of this mode
+
+
+def _clear_caches():
+    for made in (window_layout, windows._qkv_scales, sign_bits._bytes_of_bits):
+        made.cache_clear()
+
+
+class _OnePrecision(TorchDispatchMode):
+    """Mode that refuses group norms with several precisions, which fake tensors accept and CUDA's kernels do not."""
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        if func.name().startswith('aten::native_group_norm'):
+            dtypes = {t.dtype for t in args[: 3 if 'backward' not in func.name() else 2] if t is not None}
+            weight = args[4] if 'backward' in func.name() else args[1]
+            dtypes |= {weight.dtype} if weight is not None else set()
+            if len(dtypes) > 1:
+                raise RuntimeError(f'{func}: expected one scalar type but found {sorted(map(str, dtypes))}')
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

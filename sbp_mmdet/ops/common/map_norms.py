@@ -47,8 +47,7 @@ def normalise(s, t, z):
     if s.norm == 'group':
         if z.numel() == s.num_groups:
             raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
-        # CUDA's kernel takes one precision, and its autocast runs group norm in full.
-        z = _for_group_norm(z if t.norm_weight is None or not z.is_cuda else z.to(t.norm_weight.dtype))
+        z = _for_group_norm(z, t.norm_weight)
         sizes = *z.shape[:2], z.shape[2] * z.shape[3]
         out, mean, rstd = torch.native_group_norm(z, t.norm_weight, t.norm_bias, *sizes, s.num_groups, s.eps)
         return out, Statistics(mean, rstd), None
@@ -61,9 +60,15 @@ def normalise(s, t, z):
     return out, Statistics(mean, rstd), None
 
 
-def _for_group_norm(z):
-    """Return a map in a memory layout that torch's kernel of group norm supports."""
-    return z.contiguous(memory_format=memory_format(z)) if z.device.type == 'cpu' else z.contiguous()
+def _for_group_norm(z, weight):
+    """Return a map in a memory layout and a precision that torch's kernel of group norm supports.
+
+    CUDA's kernel takes one precision, and CUDA's autocast runs group norm in full, so the precision is that of the
+    weight.
+    """
+    if z.device.type == 'cpu':
+        return z.contiguous(memory_format=memory_format(z))
+    return (z if weight is None else cast(z, weight.dtype)).contiguous()
 
 
 def affine_of_norm(s, t, statistics, channels):
@@ -123,8 +128,8 @@ def normalise_backward(s, t, statistics, count, z, grad, needs):
     mean, rstd = statistics
     which = [True, needs.norm_weight, needs.norm_bias]
     if s.norm == 'group':
-        z = _for_group_norm(z)
-        grad = grad.contiguous(memory_format=memory_format(z))
+        z = _for_group_norm(z, t.norm_weight)
+        grad = cast(grad, z.dtype).contiguous(memory_format=memory_format(z))
         sizes = *z.shape[:2], z.shape[2] * z.shape[3], s.num_groups
         return aten.native_group_norm_backward.default(grad, z, mean, rstd, t.norm_weight, *sizes, which)
     if s.process_group is not None:
