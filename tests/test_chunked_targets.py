@@ -43,13 +43,14 @@ def bitmaps(dtype=np.uint8):
 
 @pytest.mark.parametrize('dtype', [np.uint8, np.float32])
 @pytest.mark.parametrize('positives', [0, 1, 3, 4, 11])
-def test_mask_targets_are_the_same(positives, dtype):
-    """This includes soft masks."""
+@pytest.mark.parametrize('number', [1, 2, 4])
+def test_mask_targets_are_the_same(positives, number, dtype):
+    """This includes soft masks, and more objects than are sent to the device at a time."""
     masks = bitmaps(dtype)
     head, given = mask_targets(masks, positives, soft=dtype is np.float32)
     expected = head.get_targets(*given)
     for _ in range(2):  # twice is once
-        assert 'masks in the model' in targets_in_chunks(head, masks=4)
+        assert 'masks in the model' in targets_in_chunks(head, masks=number)
     assert torch.equal(copy.deepcopy(head).get_targets(*given), expected)
     assert type(masks) is BitmapMasks and type(head).__name__ == 'FCNMaskHead'
 

@@ -10,6 +10,7 @@ from helpers import FP16, needs_fp16
 from mmcv.cnn.bricks.swish import Swish
 from oracles import DEVICE
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet.ops.common.activations import ACTIVATIONS, Activation
 from sbp_mmdet.ops.common.autograd_function import Form
@@ -400,3 +401,37 @@ def test_small_factors_of_a_fixed_norm_in_fp16(k, channels, kernel, residual, ma
             error, rounding = ((t - truth).norm() for t in (lean, plain))
             assert error <= 2 * rounding + 2e-3 * truth.norm()
     assert magnitude > 1 or all(t.isfinite().all() for t in found['plain'])
+
+
+@pytest.mark.parametrize('kernel', ['own', 'cudnn'])
+def test_the_kernel_of_a_batch_norm_is_that_of_torch(kernel, monkeypatch):
+    """The backward pass of cuDNN's batch norm gets the reserve space of its forward pass."""
+    calls = []
+
+    def choose_cudnn(z, *norm_and_settings):
+        *norm, training, momentum, eps, enabled = norm_and_settings
+        assert enabled and training
+        return *torch.ops.aten.cudnn_batch_norm(z, *norm, True, momentum, eps), 1
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+            calls.append((func.name(), args))
+            return func(*args, **(kwargs or {}))
+
+    if kernel == 'cudnn':
+        monkeypatch.setattr(torch, '_batch_norm_impl_index', choose_cudnn)
+    monkeypatch.setattr(torch.backends.cudnn, 'enabled', True)
+    with simulate_gpu(), Calls():
+        leaves = {name: torch.randn(8, device='cuda').requires_grad_() for name in ('norm_weight', 'norm_bias')}
+        leaves['x'] = torch.randn(2, 8, 7, 9, device='cuda', requires_grad=True)
+        leaves['weight'] = torch.randn(8, 8, 3, 3, device='cuda', requires_grad=True)
+        running = {name: torch.ones(8, device='cuda') for name in ('running_mean', 'running_var')}
+        settings = ConvNormSettings(padding=(1, 1), norm='batch', activation=Activation('silu'))
+        gradients = backward([conv_norm(settings, ConvNormTensors(**leaves, **running))])
+        assert all(gradients[t].shape == t.shape for t in leaves.values())
+    found = {name: args for name, args in calls if 'batch_norm' in name}
+    if kernel == 'own':
+        assert {'aten::native_batch_norm', 'aten::native_batch_norm_backward'} <= set(found)
+    else:
+        reserve = found['aten::cudnn_batch_norm_backward'][-1]
+        assert reserve.dtype is torch.uint8 and 'aten::native_batch_norm_backward' not in found

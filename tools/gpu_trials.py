@@ -27,6 +27,7 @@ SHAPES = _OURS + 'mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
 R50 = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
 RTMDET_S = 'mmdet::rtmdet/rtmdet_s_8xb32-300e_coco.py'
 DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
+DINO_SWIN_L = 'mmdet::dino/dino-5scale_swin-l_8xb2-12e_coco.py'
 SWIN_S = 'mmdet::swin/mask-rcnn_swin-s-p4-w7_fpn_amp-ms-crop-3x_coco.py'
 VIT = 'configs/sbp_vit/mask-rcnn_vit-{}_fpn_amp-ms-crop-3x_coco.py'
 
@@ -40,19 +41,19 @@ _SWIN_B = {
 # For rehearsals on a CPU: as few channels, proposals and queries as the models can do with.
 _FEW_ROIS = {'model.train_cfg.rcnn.sampler.num': 16, 'model.train_cfg.rpn_proposal.max_per_img': 20}
 _FEW_FC = {'model.roi_head.bbox_head.fc_out_channels': 32, **_FEW_ROIS}
+_FEW_QUERIES = {'model.num_queries': 20, 'model.encoder.num_layers': 2, 'model.decoder.num_layers': 2}
+_TINY_SWIN = {
+    'model.backbone.embed_dims': 24,
+    'model.backbone.depths': [2, 2, 2, 2],
+    'model.backbone.num_heads': [3, 6, 12, 24],
+    'model.neck.in_channels': [24, 48, 96, 192],
+}
 _TINY = {
     R50: {'model.backbone.base_channels': 8, 'model.neck.in_channels': [32, 64, 128, 256], **_FEW_FC},
-    SWIN_S: {
-        'model.backbone.embed_dims': 24,
-        'model.backbone.depths': [2, 2, 2, 2],
-        'model.backbone.num_heads': [3, 6, 12, 24],
-        'model.neck.in_channels': [24, 48, 96, 192],
-        **_FEW_FC,
-    },
+    SWIN_S: {**_TINY_SWIN, **_FEW_FC},
+    DINO_SWIN_L: {**_TINY_SWIN, **_FEW_QUERIES},
     DINO: {
-        'model.num_queries': 20,
-        'model.encoder.num_layers': 2,
-        'model.decoder.num_layers': 2,
+        **_FEW_QUERIES,
         'model.backbone.base_channels': 8,
         'model.neck.in_channels': [64, 128, 256],
     },
@@ -153,7 +154,7 @@ BLOCKS = (
 )
 PROFILED = tuple(dataclasses.replace(trial, presets=_EXACT, counted='', times='', issue='') for trial in MODULES)
 _STEP_R50 = Trial(
-    'Mask R-CNN R-50, fp32', R50, rounds=15, counted='Mask R-CNN R-50, fp32, 2 x 800 x 1344', times='step_r50'
+    'Mask R-CNN R-50, fp32', R50, rounds=10, counted='Mask R-CNN R-50, fp32, 2 x 800 x 1344', times='step_r50'
 )
 _STEP_B = Trial(
     'Cascade Mask R-CNN ConvNeXt-B, fp16', CONVNEXT_B, rounds=8, counted=_B['counted'], times='step_convnext_b'
@@ -165,6 +166,9 @@ MORE_STEPS = (
         counted='RTMDet-S, fp32, 32 x 640 x 640', times='rtmdet_step',
     ),
     Trial('DINO R-50, fp32', DINO, rounds=8, counted='DINO R-50, fp32, 2 x 800 x 1344', times='dino_step'),
+    Trial(
+        'DINO-5scale Swin-L, fp32', DINO_SWIN_L, rounds=3, counted='DINO-5scale Swin-L, fp32, 2 x 800 x 1344',
+    ),
 )  # fmt: skip
 
 

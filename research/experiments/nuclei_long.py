@@ -8,6 +8,7 @@ options = {
 settings = dict(
     _delete_=True,
     none=None,
+    int8=dict(preset='int8'),
     sbp=dict(preset='sbp'),
     sampled=dict(preset='sampled', keep_ratio=0.25),
     half=dict(preset='sampled', keep_ratio=0.5),

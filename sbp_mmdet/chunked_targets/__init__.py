@@ -16,7 +16,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
     mmdet computes some targets in one piece while all feature maps of the step are in memory:
 
     - A mask head makes a float copy of a whole-image mask for each positive proposal: 550 MB for 128 proposals of an
-      image of 800 x 1344 pixels. In chunks, ``masks`` of them exist at a time.
+      image of 800 x 1344 pixels. In chunks, a float copy is made for each object, and ``masks`` of them exist at a
+      time.
     - An assigner compares all priors with all ground-truth boxes, which takes nine numbers for each pair; the dynamic
       ones (SimOTA, RTMDet's) do so in each class. In chunks, ``pairs`` of them exist at a time, and one number remains;
       further matrices of all pairs, such as the distances of ATSS, are the assigner's own and stay.
@@ -31,7 +32,7 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
 
     Args:
         model (nn.Module): Detector, changed in place. Calling this function again changes the sizes of the chunks.
-        masks (int): Number of masks that are cropped or sampled at a time. Default: 4.
+        masks (int): Number of whole masks that exist as floats at a time. Default: 4.
         pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time, or of a
             prior and a class in a loss. Default: 2**20.
 

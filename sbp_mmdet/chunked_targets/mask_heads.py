@@ -3,13 +3,15 @@
 import copy
 
 import numpy as np
+import torch
+from mmcv.ops import roi_align
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.structures.mask import BitmapMasks
 from torch import nn
 
 from ..surgery import Mixin, has_methods_of, mix_into_known
 
-__all__ = ['mask_heads_in_chunks']
+__all__ = ['CroppedInChunks', 'mask_heads_in_chunks']
 
 
 def mask_heads_in_chunks(model: nn.Module, number: int) -> list[str]:
@@ -17,7 +19,7 @@ def mask_heads_in_chunks(model: nn.Module, number: int) -> list[str]:
 
     Args:
         model (nn.Module): Detector, changed in place.
-        number (int): Number of masks that are cropped at a time.
+        number (int): Number of whole masks that exist as floats at a time.
 
     Returns:
         list[str]: Names of the changed heads.
@@ -32,7 +34,7 @@ class _CropsInChunks(Mixin):
     """A mask head that passes ground truth on which is cropped in chunks; the batch itself stays as it is.
 
     Attributes:
-        masks_at_a_time (int): Number of masks that are cropped at a time.
+        masks_at_a_time (int): Number of whole masks that exist as floats at a time.
     """
 
     def get_targets(self, sampling_results, batch_gt_instances, *args, **kwargs):
@@ -40,36 +42,48 @@ class _CropsInChunks(Mixin):
         for instances in batch_gt_instances:
             if type(instances.masks) is BitmapMasks:
                 instances = copy.copy(instances)
-                instances.masks = _CroppedInChunks(instances.masks, self.masks_at_a_time)
+                instances.masks = CroppedInChunks(instances.masks, self.masks_at_a_time)
             given.append(instances)
         return super().get_targets(sampling_results, given, *args, **kwargs)
 
 
-class _CroppedInChunks(BitmapMasks):
-    """Masks of an image, of which some are cropped at a time.
+class CroppedInChunks(BitmapMasks):
+    """Masks of an image, from which boxes are cropped without a float copy of the whole mask for each box.
 
-    mmdet sends all masks of an image to the device and makes a float copy for each box. Here boxes of the same object
-    follow each other, and a chunk sends the masks of its own objects, so each mask is sent about once.
+    mmdet sends all masks of an image to the device and makes a float copy for each box. Here RoIAlign reads the mask of
+    a box's object by its index, so each mask is copied once, and some masks at a time.
 
     Args:
         masks (BitmapMasks): The masks; their memory is shared.
-        number (int): Number of boxes in a chunk.
+        number (int): Number of masks that exist as floats at a time. Masks are sent to the device, which waits for all
+            earlier work, as many at a time as take the same memory in bytes.
     """
 
     def __init__(self, masks, number):
         super().__init__(masks.masks, masks.height, masks.width)
         self.number = number
 
-    def crop_and_resize(self, bboxes, out_shape, inds, *args, **kwargs):
-        masks, out = BitmapMasks(self.masks, self.height, self.width), None
-        if len(bboxes) <= self.number or not len(self.masks):
-            return masks.crop_and_resize(bboxes, out_shape, inds, *args, **kwargs)
-        order = np.argsort(inds, kind='stable')
-        for start in range(0, len(order), self.number):
-            chunk = order[start : start + self.number]
-            objects, own = np.unique(inds[chunk], return_inverse=True)
-            part = masks[objects].crop_and_resize(bboxes[chunk], out_shape, own, *args, **kwargs).masks
-            if out is None:
-                out = np.empty((len(bboxes), *part.shape[1:]), part.dtype)
-            out[chunk] = part
+    def crop_and_resize(self, bboxes, out_shape, inds, device='cpu', interpolation='bilinear', binarize=True):
+        if len(bboxes) <= self.number or not len(self.masks) or not isinstance(bboxes, np.ndarray):
+            masks = BitmapMasks(self.masks, self.height, self.width)
+            return masks.crop_and_resize(bboxes, out_shape, inds, device, interpolation, binarize)
+        order = np.argsort(inds, kind='stable')  # boxes of one object follow each other
+        inds, parts = inds[order], []
+        rois = np.concatenate([inds[:, None].astype(bboxes.dtype), bboxes[order]], 1)
+        rois = torch.from_numpy(rois).to(device)
+        sent = max(self.number * rois.element_size() // self.masks.itemsize, 1)
+        for start in range(0, len(self.masks), sent):
+            if not np.diff(np.searchsorted(inds, [start, start + sent])):
+                continue
+            some = torch.from_numpy(self.masks[start : start + sent]).to(device, copy=True)
+            for first in range(0, len(some), self.number):
+                begin, end = np.searchsorted(inds, start + first + np.array([0, min(self.number, sent - first)]))
+                if begin < end:
+                    masks, boxes = some[first : first + self.number, None].to(rois.dtype), rois[begin:end]
+                    boxes[:, 0] -= start + first
+                    parts.append(roi_align(masks, boxes, out_shape, 1.0, 0, 'avg', True))
+        crops = torch.cat(parts).squeeze(1)
+        crops = (crops >= 0.5 if binarize else crops).cpu().numpy()
+        out = np.empty_like(crops)
+        out[order] = crops
         return BitmapMasks(out, *out_shape)

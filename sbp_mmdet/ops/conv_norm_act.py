@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
+from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import KeptMap, addend, keep, kept
 from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
@@ -127,7 +127,7 @@ class ConvNormSaved(NamedTuple):
             ``normed``.
         statistics (Statistics | None): Mean and reciprocal deviation, for 'batch' and 'group'.
         factors (Factors | None): Numbers of a 'fixed' norm. Cheaper to keep than to recompute.
-        count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
+        extra (Tensor | None): What else the norm's backward pass needs, see :func:`.normalise`.
     """
 
     tensors: ConvNormTensors
@@ -138,7 +138,7 @@ class ConvNormSaved(NamedTuple):
     active: KeptMap | None
     statistics: Statistics | None
     factors: Factors | None
-    count: Tensor | None
+    extra: Tensor | None
 
 
 def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
@@ -199,9 +199,9 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
     z = convolve(s, t, x, norms)
     factors = norms.factors._replace(shift=None) if norms and any(needs) else None
-    u, statistics, count = z, None, None
+    u, statistics, extra = z, None, None
     if s.norm in ('batch', 'group'):
-        u, statistics, count = normalise(s, t, z)
+        u, statistics, extra = normalise(s, t, z)
     if t.residual is not None:
         u = u.add_(t.residual)
     if s.recompute:
@@ -213,7 +213,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
         made_here(y)
     parameters = ConvNormTensors(None, *t[1:5], t.running_mean if factors else None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
-    return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, count)
+    return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, extra)
 
 
 def weight_needed(s, needs) -> bool:
@@ -311,7 +311,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
             z = cast(convolve(s, saved.tensors, _bordered(s, saved.input.load(s.dtype))), grad.dtype)
         else:
             z = saved.normed.before_norm(grad.dtype)
-        gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.count, z, grad, needs)
+        gradients = normalise_backward(s, saved.tensors, saved.statistics, saved.extra, z, grad, needs)
         grad, of_tensors['norm_weight'], of_tensors['norm_bias'] = gradients
     if saved.input is None:  # only the input's shape is read, so one number stands for all of its values
         left, right, top, bottom = s.border
@@ -322,7 +322,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     norms = parts = None
     if s.norm == 'fixed':
         norms = FixedNorms([(s, saved.tensors)], saved.factors)
-        (parts,) = parts_in_half([norms.columns[0]]) if s.dtype == torch.float16 else (None,)
+        parts = norms.parts_in_half()[0] if s.dtype == torch.float16 else None
     dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
@@ -350,8 +350,8 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         needs (ConvNormGradients): Which gradients are needed.
         norms (FixedNorms | None): Fixed norms. If ``None``, the norm of the layer is none of them. Default: None.
         number (int): Number of the layer among them. Default: 0.
-        parts (tuple[Tensor, Tensor] | None): Those of :func:`.parts_in_half`, in fp16. If ``None``, 1 and k. Default:
-            None.
+        parts (tuple[Tensor, Tensor] | None): Those of :meth:`.FixedNorms.parts_in_half`, in fp16. If ``None``, 1 and k.
+            Default: None.
 
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.

@@ -50,8 +50,8 @@ def _unflat(found):
     for i in range(0, len(found), 12):
         tensors.append(ConvNormTensors(None, *found[i : i + 6]))
         maps.append(None if found[i + 6] is None else KeptMap(*found[i + 6 : i + 9]))
-        mean, rstd, count = found[i + 9 : i + 12]
-        layers.append(None if mean is None else KeptLayer(Statistics(mean, rstd), count))
+        mean, rstd, extra = found[i + 9 : i + 12]
+        layers.append(None if mean is None else KeptLayer(Statistics(mean, rstd), extra))
     return tensors, maps, layers
 
 

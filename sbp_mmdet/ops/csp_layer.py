@@ -251,5 +251,5 @@ class _Forward:
             # Running statistics that are not read are left out: the next forward pass updates them in place.
             values += t[1:7] if member.s.norm == 'fixed' else (*t[1:5], None, None)
             values += (None, None, None) if map is None else map[:3]
-            values += (None, None, None) if layer is None else (*layer.statistics, layer.count)
+            values += (None, None, None) if layer is None else (*layer.statistics, layer.extra)
         return values

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed, parts_in_half
+from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed
 from .common.kept_maps import affine
 from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
@@ -32,11 +32,11 @@ class KeptLayer(NamedTuple):
 
     Attributes:
         statistics (Statistics): Mean and reciprocal deviation of a batch norm in training mode or a group norm.
-        count (Tensor | None): Number of positions that the statistics of a SyncBN are computed over.
+        extra (Tensor | None): What else the norm's backward pass needs, see :func:`.normalise`.
     """
 
     statistics: Statistics
-    count: Tensor | None
+    extra: Tensor | None
 
 
 class Layer(NamedTuple):
@@ -47,7 +47,8 @@ class Layer(NamedTuple):
         t (ConvNormTensors): Parameters and buffers.
         norms (FixedNorms): The fixed norms of all layers of the pass.
         number (int): Number of the layer among them.
-        parts (tuple[Tensor, Tensor] | None): Those of the factors of its fixed norm, see :func:`.parts_in_half`.
+        parts (tuple[Tensor, Tensor] | None): Those of the factor of its fixed norm, see
+            :meth:`.FixedNorms.parts_in_half`.
     """
 
     s: ConvNormSettings
@@ -78,7 +79,7 @@ def layers_of_pass(
     """
     norms, parts, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
     if backward and dtype is torch.float16 and norms.numbers:
-        parts = dict(zip(norms.numbers, parts_in_half([*norms.columns.values()]), strict=True))
+        parts = norms.parts_in_half()
     if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
@@ -100,8 +101,8 @@ def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | Non
     s, t, z = member.s, member.t, member.convolve(x)
     if s.norm in ('none', 'fixed'):
         return z, z, None
-    u, statistics, count = normalise(s, t, z)
-    return z, cast(u, z.dtype), KeptLayer(statistics, count)
+    u, statistics, extra = normalise(s, t, z)
+    return z, cast(u, z.dtype), KeptLayer(statistics, extra)
 
 
 def rerun_layer(member: Layer, x: Tensor, layer: KeptLayer | None) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ def layer_backward(
     needs = ConvNormGradients(needs_x, *needs, False)
     if layer is None:
         return convolve_backward(s, t, x, grad, needs, norms if s.norm == 'fixed' else None, number, parts)
-    grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.count, z, grad, needs)
+    grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.extra, z, grad, needs)
     dx, gradients = convolve_backward(s, t, x, grad, needs)
     return dx, dict(gradients, norm_weight=weight, norm_bias=bias)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..chunked_targets.mask_heads import CroppedInChunks
 from ..ops.common.layouts import CHUNK
 
 __all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
@@ -206,6 +207,10 @@ class _Unneeded:
     def crops_and_overlaps(self):
         """Run the crop of masks and the overlaps of many boxes by :meth:`_run`, within the context."""
         crop, of_boxes = BitmapMasks.crop_and_resize, iou2d_calculator.bbox_overlaps
+        crop_in_chunks = CroppedInChunks.crop_and_resize
+
+        def crop_and_resize_in_chunks(masks, *args, **kwargs):
+            return self._run(crop_in_chunks, masks, *args, **kwargs)
 
         def crop_and_resize(masks, *args, **kwargs):
             on_device = torch.empty(masks.masks.nbytes, dtype=torch.uint8)  # CUDA's copy; a CPU shares numpy's memory
@@ -224,6 +229,7 @@ class _Unneeded:
 
         with (
             mock.patch.object(BitmapMasks, 'crop_and_resize', crop_and_resize),
+            mock.patch.object(CroppedInChunks, 'crop_and_resize', crop_and_resize_in_chunks),
             mock.patch.object(iou2d_calculator, 'bbox_overlaps', overlaps),
         ):
             yield

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from .precision import FULL, accumulator, cast
 
-__all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'parts_in_half']
+__all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed']
 
-# Least factor of gradients in fp16, see `parts_in_half`: dW' may be 128 times as large as fp16's numbers then, and
-# gradients of 1e-5 still have digits.
+# Least factor of gradients in fp16, see `FixedNorms.parts_in_half`: dW' may be 128 times as large as fp16's numbers
+# then, and gradients of 1e-5 still have digits.
 _LEAST_FACTOR = 2.0**-7
+_LARGEST_FACTOR = 2.0**10  # in the range of fp16
 # Gradients of the parameters of a convolution with norm, where none is needed.
 NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
@@ -109,6 +110,21 @@ class FixedNorms:
             rstd, layers = _joined([parts[i] for i in numbers]), [of_numbers[i] for i in numbers]
         return _centre([t for _, t in layers]), rstd
 
+    def parts_in_half(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Split the factor k of each norm into a factor of the output's gradient and a factor of the weight, for fp16.
+
+        With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW'
+        does not; and k W underflows where all k are small. So dy is multiplied by max(k, c) with a small constant c,
+        rounded to fp16 because a GPU multiplies maps of one data type faster, and the weight by the rest of k.
+
+        Returns:
+            dict[int, tuple[Tensor, Tensor]]: Both factors by the layer's number, shapes (D,) and (D, 1, 1, 1).
+        """
+        scale = self.factors.scale
+        of_gradient = scale.clamp(_LEAST_FACTOR, _LARGEST_FACTOR).half()
+        of_weight = self._by_number((scale / of_gradient).view(-1, 1, 1, 1))
+        return {i: (factor, of_weight[i]) for i, factor in self._by_number(of_gradient).items()}
+
     def _by_number(self, joined):
         return dict(zip(self.numbers, _apart(joined, self._sizes), strict=True))
 
@@ -149,25 +165,6 @@ def _joined(tensors):
 def _apart(joined, sizes):
     """Reverse :func:`_joined`, given the number of channels of each layer."""
     return (joined,) if len(sizes) == 1 else torch.split_with_sizes(joined, sizes)
-
-
-def parts_in_half(columns: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Split the factors k of fixed norms into a factor of the output's gradient and a factor of the weight, for fp16.
-
-    With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW' does
-    not; and k W underflows where all k are small. So dy is multiplied by max(k, c) with a small constant c, and the
-    weight by k / max(k, c).
-
-    Args:
-        columns (Sequence[Tensor]): Factors of each norm, shape (D, 1, 1, 1).
-
-    Returns:
-        list[tuple[Tensor, Tensor]]: Both factors of each norm, shapes (D,) and (D, 1, 1, 1).
-    """
-    columns = [*columns]
-    large = torch._foreach_clamp_min(columns, _LEAST_FACTOR)
-    rest = torch._foreach_div(columns, large)
-    return [(factor.view(-1), column) for factor, column in zip(large, rest, strict=True)]
 
 
 def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> list[dict[str, Tensor | None]]:
