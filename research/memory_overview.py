@@ -10,10 +10,10 @@ soon as it is counted, with the commit of its code.
 
 import argparse
 import json
-import re
 from typing import NamedTuple
 
 from detector_bytes import backbone_bytes
+from gpu_results import gpu_rows, used_bytes, write_tables
 from provenance import CHECKOUT, commit, describe_machine, write_json
 from resident_memory import measure_lift
 from tables import COLOURS, markdown_table, panels, save_picture
@@ -184,6 +184,11 @@ def tables(results: dict) -> dict[tuple[str, str], str]:
     shown = [detector for detector in DETECTORS if detector.readme]
     backbones = [detector for detector in DETECTORS if detector.backbone]
     counts, lifts = dict(_by_case(results, 'count')), dict(_by_case(results, 'measure'))
+    measured = gpu_rows('step')
+
+    def on_a_gpu(detector, variant):
+        row = measured.get((detector.head, variant))
+        return used_bytes(row) if row else _Calculated(needs(detector, variant))
 
     def needs(detector, variant):
         return counts.get((detector.head, variant), {}).get('needs')
@@ -198,7 +203,7 @@ def tables(results: dict) -> dict[tuple[str, str], str]:
         return f'{detector.backbone}, {detector.head.split(", ", 1)[1]}'
 
     return {
-        ('README.md', 'memory counted'): _table(shown, VARIANTS, needs, _gigabytes),
+        ('README.md', 'memory on a GPU'): _table(shown, VARIANTS, on_a_gpu, _gigabytes),
         ('README.md', 'memory measured'): _table(shown, VARIANTS, lift, _megabytes, name=lambda d: d.name),
         ('docs/costs.md', 'memory counted'): _table(DETECTORS, VARIANTS | SBP, needs, _gigabytes),
         ('docs/costs.md', 'stored'): _table(backbones, VARIANTS | SBP, stored, _relative, name=backbone),
@@ -210,8 +215,18 @@ def _by_case(results, kind):
     return (((row['detector'], row['variant']), row) for row in _rows(results, kind))
 
 
+class _Calculated(float):
+    """Figure that was not measured."""
+
+
 def _gigabytes(value, plain):
-    return f'{value / 1e9:.1f}'
+    return f'*{value / 1e9:.1f}*' if isinstance(value, _Calculated) else f'{value / 1e9:.1f}'
+
+
+def counted_needs() -> dict[tuple[str, str], float]:
+    """Return the bytes that the planner counts, by detector and preset."""
+    rows = _by_case(json.loads(RESULTS.read_text()), 'count')
+    return {key: row['needs'] for key, row in rows}
 
 
 def _megabytes(value, plain):
@@ -240,7 +255,7 @@ def _table(detectors, variants, value, form, name=lambda detector: detector.head
 
 
 def draw(results: dict) -> None:
-    """Draw a bar chart of GPU memory, with lines at the sizes of cards and the authors' measurements hatched.
+    """Draw a bar chart of GPU memory, with lines at the sizes of cards and measured bars hatched.
 
     Args:
         results (dict): Contents of the file of results.
@@ -248,20 +263,21 @@ def draw(results: dict) -> None:
     from matplotlib.patches import Patch
 
     shown = [detector for detector in DETECTORS if detector.readme]
-    values = {key: row['needs'] / 1e9 for key, row in _by_case(results, 'count')}
+    values, ours = {key: row['needs'] / 1e9 for key, row in _by_case(results, 'count')}, gpu_rows('step')
     figure, grid = panels(figsize=(9.6, 5.2))
     axes, height, longest = grid[0, 0], 0.16, 0
     for place, detector in enumerate(shown):
         for number, variant in enumerate(VARIANTS):
             y = place + (number - 2) * height
-            value = values[detector.head, variant]
-            axes.barh(y, value, height * 0.9, color=COLOURS[number])
-            right = max(value, detector.published.get(variant, 0))
+            row, published = ours.get((detector.head, variant)), detector.published.get(variant)
+            value = used_bytes(row) / 1e9 if row else values[detector.head, variant]
+            axes.barh(y, value, height * 0.9, color=COLOURS[number], edgecolor='white', hatch='////' if row else None)
+            right = max(value, published or 0)
             longest = max(longest, right)
-            note = f' (measured: {detector.published[variant]:g})' if variant in detector.published else ''
+            note = f' (by its authors: {published:g})' if published else ''
             axes.text(right + 0.3, y, f'{value:.1f}{note}', va='center', fontsize=7)
-            if variant in detector.published:
-                axes.barh(y, detector.published[variant], height * 0.9, color='none', edgecolor='black', hatch='////')
+            if published:
+                axes.barh(y, published, height * 0.9, color='none', edgecolor='black')
     for card in CARDS:
         axes.axvline(card, color='#888888', linewidth=0.8, linestyle=':', zorder=0)
         axes.text(card, -0.62, f'{card} GB', ha='center', fontsize=8, color='#555555')
@@ -272,20 +288,15 @@ def draw(results: dict) -> None:
     legend = [
         Patch(color=colour, label=head.strip('`')) for colour, head in zip(COLOURS, VARIANTS.values(), strict=False)
     ]
-    legend.append(Patch(facecolor='none', edgecolor='black', hatch='////', label='measured by its authors on a GPU'))
-    save_picture(figure, PICTURE, legend=legend, columns=6, dpi=110)
+    legend.append(Patch(facecolor='#999999', edgecolor='white', hatch='////', label='measured on an H100'))
+    legend.append(Patch(facecolor='none', edgecolor='black', label='measured by its authors'))
+    save_picture(figure, PICTURE, legend=legend, columns=7, dpi=110)
 
 
 def write() -> None:
     """Write the tables between their markers, and the picture."""
     results = json.loads(RESULTS.read_text())
-    for (name, marker), table in tables(results).items():
-        page = CHECKOUT / name
-        block = re.compile(rf'(<!-- results: {marker} -->\n).*?(<!-- end -->)', re.DOTALL)
-        text, n = block.subn(lambda match, table=table: f'{match[1]}{table}\n{match[2]}', page.read_text())
-        if not n:
-            raise ValueError(f'{name} has no marker <!-- results: {marker} -->')
-        page.write_text(text)
+    write_tables(tables(results))
     draw(results)
 
 

@@ -17,8 +17,10 @@ import turns
 from sync_bn import measure_sync_bn
 
 from sbp_mmdet.adapters import LeanModule
+from sbp_mmdet.ops import conv_norm_act
 from sbp_mmdet.ops.common import map_norms
 from sbp_mmdet.plan.caching_allocator import CachingAllocator
+from sbp_mmdet.plan.memory import held_bytes
 from sbp_mmdet.plan.variants import plain
 
 MIB = 2**20
@@ -296,3 +298,17 @@ def test_steps_under_a_cap(called_cuda, monkeypatch):
     assert plain_row['reason'] == 'out of memory' and 'ratio' not in exact
     with pytest.raises(ValueError, match='is above the 8.00 GiB'):
         step_runs.measure_steps(called_cuda, ['none'], rounds=1, cap=2**34, **CASE)
+
+
+def test_held_bytes_are_those_of_the_graph():
+    """The graph of an operation of the package is held without its outputs, in every version of torch."""
+    settings, channels = conv_norm_act.ConvNormSettings(norm='fixed'), 8
+    x = torch.randn(1, channels, 16, 16, requires_grad=True)
+    weight, ones = torch.randn(channels, channels, 1, 1, requires_grad=True), torch.ones(channels)
+    tensors = conv_norm_act.ConvNormTensors(x, weight, None, ones, ones, ones, ones)
+
+    def forward():
+        return conv_norm_act.conv_norm(settings, tensors._replace(x=x * 2))
+
+    held, peak = held_bytes(forward)
+    assert x.nbytes <= held < 1.5 * x.nbytes < peak

@@ -270,8 +270,12 @@ def _held_on_cuda(forward):
 
 
 def _get_graph(out):
-    """Return the nodes of the graph that made the outputs, so that the outputs themselves can be freed."""
-    return [o.grad_fn for o in (out if isinstance(out, tuple) else (out,))]
+    """Return nodes that hold the graph that made the outputs, so that the outputs themselves can be freed.
+
+    Before torch 2.13, the node of an `autograd.Function` in Python does not hold its graph, but a node of torch that
+    follows it does.
+    """
+    return [o.expand_as(o).grad_fn for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
 
 
 def _backward(out: Tensor | tuple):
