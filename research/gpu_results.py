@@ -17,13 +17,13 @@ from tables import markdown_table
 
 sys.path.append(str(CHECKOUT / 'tools'))
 from gpu_rows import lines_of  # noqa: E402
-from gpu_trials import FAMILIES, MODULES, MORE_STEPS, STEPS  # noqa: E402
+from gpu_trials import FAMILIES, MODULES, STEPS  # noqa: E402
 
 from sbp_mmdet.plan.tables import Column  # noqa: E402
 
 RESULTS = CHECKOUT / 'docs/results/gpu_h100.json'
-_FILES = {'verify': ('verify*.jsonl',), 'step': ('steps*.jsonl', 'more_steps*.jsonl'), 'module': ('modules*.jsonl',)}
-_TRIALS = {trial.name: trial for trial in (*FAMILIES, *STEPS, *MORE_STEPS, *MODULES)}
+_FILES = {'verify': ('verify*.jsonl',), 'step': ('steps*.jsonl',), 'module': ('modules*.jsonl',)}
+_TRIALS = {trial.name: trial for trial in (*FAMILIES, *STEPS, *MODULES)}
 _KEYS = {
     'verify': ('kinds', 'modules', 'outputs', 'gradients'),
     'step': ('peak_bytes', 'reserved', 'context', 'replayed', 'seconds', 'ratio', 'ratio_min', 'ratio_max'),

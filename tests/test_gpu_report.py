@@ -212,8 +212,8 @@ def test_parts(rehearse, monkeypatch, tmp_path):
     load, known, begun = gpu_worker.load_config, {}, []
     parts = gpu_parts.parts_of_report(rehearse)
     assert len({p.name for p in parts} | {'states'}) == len(parts) + 1
-    first = [p for p in parts[: [p.name for p in parts].index('module_profiles')] if p.timed]
-    assert all(p.quick for p in first) and (rehearse or sum(p.seconds * len(p.trials) for p in first) <= 460)
+    first = [p for p in parts[: [p.name for p in parts].index('blocks')] if p.timed]
+    assert all(p.quick for p in first) and (rehearse or sum(p.seconds * len(p.trials) for p in first) <= 465)
     monkeypatch.setattr(gpu_worker, 'load_config', lambda *a: known.get(str(a)) or known.setdefault(str(a), load(*a)))
     for kind in gpu_worker.KINDS:
         monkeypatch.setitem(

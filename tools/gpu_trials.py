@@ -9,7 +9,6 @@ __all__ = [
     'MODULES',
     'MORE_CAPS',
     'MORE_MODULES',
-    'MORE_STEPS',
     'PROFILED',
     'RIVALS',
     'SHAPES',
@@ -159,8 +158,9 @@ _STEP_R50 = Trial(
 _STEP_B = Trial(
     'Cascade Mask R-CNN ConvNeXt-B, fp16', CONVNEXT_B, rounds=8, counted=_B['counted'], times='step_convnext_b'
 )
-STEPS = (_STEP_R50, _STEP_B)
-MORE_STEPS = (
+STEPS = (
+    _STEP_B,
+    _STEP_R50,
     Trial(
         'RTMDet-S, fp32', RTMDET_S, batch=32, size=(640, 640), boxes=20, rounds=8,
         counted='RTMDet-S, fp32, 32 x 640 x 640', times='rtmdet_step',
