@@ -41,7 +41,8 @@ def log_level():
 def operations_on_the_device(monkeypatch):
     """Run every operation on ``SBP_TEST_DEVICE``, forward and backward.
 
-    The code around it, such as oracles on the CPU, keeps its device.
+    The code around it, such as oracles on the CPU, keeps its device. Tests of whole modules move them to the device:
+    of copies, bytes are not counted right, and a CPU draws other random numbers.
     """
     if DEVICE == 'cpu':
         yield
@@ -49,7 +50,12 @@ def operations_on_the_device(monkeypatch):
     call = Operation.__call__
 
     def moved(self, settings, tensors):
-        return call(self, settings, move_to_device(tensors)).to(tensors.x.device)
+        there = move_to_device(tensors)
+        out = call(self, settings, there).to(tensors.x.device)
+        for name in tensors._fields:
+            if name.startswith('running') and getattr(tensors, name) is not None:  # updated in place
+                getattr(tensors, name).copy_(getattr(there, name))
+        return out
 
     monkeypatch.setattr(Operation, '__call__', torch.compiler.disable(moved))
     with full_fp32():
@@ -82,6 +88,8 @@ def in_fp64(monkeypatch):
 
     def double_images(*args):
         data = preprocess(*args)
+        for sample in data['data_samples']:
+            sample.gt_instances.bboxes = sample.gt_instances.bboxes.double()
         return dict(data, inputs=data['inputs'].double())
 
     def choose(self, scores, deltas, **kwargs):
@@ -92,3 +100,6 @@ def in_fp64(monkeypatch):
 
     monkeypatch.setattr(DetDataPreprocessor, 'forward', double_images)
     monkeypatch.setattr(RPNHead, 'predict_by_feat', choose)
+    torch.set_default_dtype(torch.float64)  # of targets and positions, which detectors make without a dtype
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -7,6 +7,7 @@ So what the report of a GPU runs as its tests is seen to keep apart what lies on
 
 import contextlib
 
+import mmcv._ext
 import pytest
 import torch
 from torch import Tensor
@@ -44,6 +45,23 @@ class Elsewhere(Tensor):
     def tolist(self):
         return self.inner.tolist()
 
+    # What torch does without asking the class.
+
+    def item(self):
+        return self.inner.item()
+
+    def new_tensor(self, *args, **kwargs):
+        return Elsewhere(self.inner.new_tensor(*args, **kwargs))
+
+    def untyped_storage(self):
+        return self.inner.untyped_storage()
+
+    def _set_data(self, other):
+        Tensor.data.__set__(self, other)
+        self.inner = other.inner
+
+    data = property(Tensor.data.__get__, _set_data)
+
 
 def _run(func, args, kwargs):
     leaves = tree_flatten((args, kwargs))[0]
@@ -74,6 +92,22 @@ def _are_indices(func, args, here):
     indices = [id(index) for index in args[1] or []] if func in _INDEXED else []
     return bool(indices) and isinstance(args[0], Elsewhere) and all(id(leaf) in indices for leaf in here)
 
+
+def _on_cpu(kernel):
+    """Return a kernel of mmcv, which knows no device 'meta', that computes on the CPU."""
+
+    def run(*args, **kwargs):
+        there = any(isinstance(leaf, Elsewhere) for leaf in tree_flatten((args, kwargs))[0])
+        args, kwargs = tree_map_only(Elsewhere, lambda leaf: leaf.inner, (args, kwargs))
+        out = kernel(*args, **kwargs)
+        return tree_map_only(Tensor, Elsewhere, out) if there else out
+
+    return run
+
+
+for _name, _kernel in vars(mmcv._ext).items():
+    if callable(_kernel):
+        setattr(mmcv._ext, _name, _on_cpu(_kernel))
 
 # It computes like a plain tensor.
 PLAIN_TENSORS.add('Elsewhere')

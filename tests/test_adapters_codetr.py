@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import BaseTransformerLayer
 from mmcv.ops import MultiScaleDeformableAttention
-from oracles import assert_near
+from oracles import DEVICE, assert_near
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -26,7 +26,7 @@ def encoder_layer(batch_first, dropout=0.0):
     )
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return layer.double().train()
+    return layer.double().to(DEVICE).train()
 
 
 def inputs(batch_first):
@@ -35,16 +35,16 @@ def inputs(batch_first):
     places = torch.rand(2, TOKENS, 2, 2, generator=generator, dtype=torch.float64)
     if not batch_first:
         query, pos = query.transpose(0, 1).contiguous(), pos.transpose(0, 1).contiguous()
-    return query.requires_grad_(), pos.requires_grad_(), places
+    return query.to(DEVICE).requires_grad_(), pos.to(DEVICE).requires_grad_(), places.to(DEVICE)
 
 
 def gradients(layer, batch_first, **options):
     query, pos, places = inputs(batch_first)
-    starts = torch.tensor([0, 48])
-    options |= dict(reference_points=places, spatial_shapes=SIZES, level_start_index=starts)
+    starts = torch.tensor([0, 48]).to(DEVICE)
+    options |= dict(reference_points=places, spatial_shapes=SIZES.to(DEVICE), level_start_index=starts)
     torch.manual_seed(2)
     out = layer(query, query_pos=pos, **options)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).mul(99).sin().view_as(out)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel()).to(out).mul(99).sin().view_as(out)).sum().backward()
     return dict(out=out.detach(), query=query.grad, pos=pos.grad) | {n: p.grad for n, p in layer.named_parameters()}
 
 
@@ -55,7 +55,8 @@ def test_an_encoder_layer(batch_first, masked):
     lean = copy.deepcopy(plain)
     report = apply_lean(nn.ModuleList([lean]), verify=False)
     assert [*report.changed] == ['0']
-    options = dict(query_key_padding_mask=torch.arange(TOKENS).remainder(7).eq(0).expand(2, -1)) if masked else {}
+    mask = torch.arange(TOKENS).remainder(7).eq(0).expand(2, -1).to(DEVICE)
+    options = dict(query_key_padding_mask=mask) if masked else {}
     assert_near(gradients(lean, batch_first, **options), gradients(plain, batch_first, **options), 1e-11)
 
 
@@ -70,9 +71,10 @@ def test_with_dropout_and_tokens_in_front_the_parts_draw_as_the_layer_does():
 @pytest.mark.parametrize('batch_first', [True, False])
 def test_attention_alone(batch_first):
     torch.manual_seed(0)
-    plain = MultiScaleDeformableAttention(CHANNELS, 4, 2, dropout=0.0, batch_first=batch_first).double().train()
+    plain = MultiScaleDeformableAttention(CHANNELS, 4, 2, dropout=0.0, batch_first=batch_first)
     for parameter in plain.parameters():
         nn.init.normal_(parameter, std=0.2)
+    plain.double().to(DEVICE).train()
     lean = copy.deepcopy(plain)
     assert [*apply_lean(nn.ModuleList([lean]), verify=False).changed] == ['0']
     assert_near(gradients(lean, batch_first), gradients(plain, batch_first), 1e-11)

@@ -19,6 +19,7 @@ from conv_models import (
 from mmcv.cnn import ConvModule, DepthwiseSeparableConvModule
 from mmdet.models.backbones.resnet import BasicBlock
 from mmdet.registry import MODELS
+from oracles import DEVICE, assert_equal_statistics, random_images
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +35,7 @@ def test_backbones(name):
     lean, rounded = copy.deepcopy(stock), copy.deepcopy(stock)
     apply_lean(lean)
     apply_lean(rounded, 'int8')
-    x = torch.randn(2, 3, 96, 96, dtype=torch.float64)
+    x = random_images(2, 96, 96)
     expected, actual, eight = run_step(stock, x), run_step(lean, x), run_step(rounded, x)
     assert_same(actual, expected)
     assert actual[3] <= exact * expected[3]
@@ -115,6 +116,7 @@ def test_modules(name, norm_eval):
         assert_same(run_step(lean, x), run_step(stock, x))
     no_images = [model(x[:0]).sum() for model in (lean, stock)] if 'IN' not in name else [x.sum()] * 2
     assert torch.equal(*no_images)
+    lean.load_state_dict(stock.state_dict())  # on a GPU, running statistics may differ by rounding
     lean.eval(), stock.eval()
     assert torch.equal(lean(x), stock(x))
     remove_lean(lean)
@@ -122,7 +124,8 @@ def test_modules(name, norm_eval):
 
 
 def image(size=12):
-    return torch.randn(2, 8, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 8, size, size, dtype=torch.float64, generator=generator).to(DEVICE)
 
 
 def test_arguments_of_a_conv_module():
@@ -161,9 +164,9 @@ def test_the_report_names_what_has_hooks(part, kind):
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_a_bias_in_front_of_batch_statistics_has_no_gradient(preset):
     """Plain autograd sums rounding errors there; from rounded maps the sum would be a thousand times as large."""
-    module = ConvModule(8, 8, 3, bias=True, norm_cfg=dict(type='BN')).train()
+    module = ConvModule(8, 8, 3, bias=True, norm_cfg=dict(type='BN')).to(DEVICE).train()
     apply_lean(module, preset, verify=False)
-    module(torch.randn(2, 8, 24, 24)).square().sum().backward()
+    module(torch.randn(2, 8, 24, 24).to(DEVICE)).square().sum().backward()
     assert not module.conv.bias.grad.any() and module.bn.bias.grad.any()
 
 
@@ -183,7 +186,7 @@ def test_checkpoints_around_lean_modules(preset):
     x = image()
     expected, actual = run_step(stock, x), run_step(around, x)
     assert relative_distance(actual[1], expected[1]) < (1e-11 if preset == 'exact' else 0.05)
-    assert all(torch.equal(actual[2][name], values) for name, values in expected[2].items())
+    assert_equal_statistics(actual[2], expected[2])
     assert actual[3] < 0.6 * expected[3]
 
 
@@ -241,7 +244,7 @@ def test_frozen_stages_fold_their_norms_while_the_rest_trains():
     stock = build_module(dict(type='ResNet', depth=18, base_channels=16, frozen_stages=2, norm_eval=True))
     lean = copy.deepcopy(stock)
     apply_lean(lean)
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    x = random_images()
     assert_same(run_step(lean, x), run_step(stock, x))
     for frozen in (lean.layer1, lean.layer2):
         x = x.new_zeros(2, frozen[0].conv1.in_channels, 64, 64)
@@ -262,7 +265,7 @@ def test_reference_is_plain_and_with_cp_checkpoints_blocks():
                 apply_lean(other, preset)
             continue
         apply_lean(other, preset)
-        x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+        x = random_images()
         expected, actual = run_step(stock, x), run_step(other, x)
         assert_same(actual, expected)
         assert actual[3] < 0.9 * expected[3]
@@ -270,7 +273,10 @@ def test_reference_is_plain_and_with_cp_checkpoints_blocks():
 
 @pytest.mark.parametrize('name', DETECTORS)
 def test_whole_detectors(name):
-    """With norms in training mode, the losses and the samples that they are computed from are bitwise the same."""
+    """With norms in training mode, the losses and the samples that they are computed from are bitwise the same.
+
+    On a GPU, cuDNN is off, because it may choose another kernel for a map that lies elsewhere in memory.
+    """
     config, options, most = DETECTORS[name]
     stock, batch = build_detector(config, **options)
     lean, rounded = copy.deepcopy(stock), copy.deepcopy(stock)
@@ -288,7 +294,8 @@ def test_whole_detectors(name):
             losses = self.model(**copy.deepcopy(batch), mode='loss')
             return sum(sum(v) if isinstance(v, list) else v for k, v in losses.items() if 'loss' in k)
 
-    expected, actual, eight = (run_step(Loss(model)) for model in (stock, lean, rounded))
+    with torch.backends.cudnn.flags(enabled=False):
+        expected, actual, eight = (run_step(Loss(model)) for model in (stock, lean, rounded))
     assert actual[0] == eight[0] == expected[0]
     assert relative_distance(actual[1], expected[1]) < 1e-3
     assert relative_distance(eight[1], expected[1]) < 0.1
@@ -311,7 +318,7 @@ def test_a_norm_on_both_paths_of_a_block(name, preset):
     found = []
     for model in (lean, plain):
         torch.manual_seed(0)
-        outs = model(torch.randn(2, 3, 64, 64, dtype=torch.float64))
+        outs = model(random_images())
         sum(out.square().mean() for out in outs).backward()
         found.append((dict(model.named_buffers()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
     for actual, expected in zip(*found, strict=True):

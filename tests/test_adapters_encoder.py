@@ -9,6 +9,7 @@ from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerEn
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoder
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
+from oracles import DEVICE
 from test_adapters_transformer import (
     TOKENS,
     assert_same,
@@ -49,9 +50,9 @@ def test_tokens_of_an_encoder_are_dropped():
     layers = randomize(nn.ModuleList(deformable_encoder(0.0) for _ in range(2)))
     sizes = [[2, 3], [16, 24], [4, 6], [8, 12]]
     starts = torch.tensor([0, 6, 390, 414])
-    points = torch.rand(2, 510, 4, 2, dtype=torch.float64, requires_grad=True)
+    points = torch.rand(2, 510, 4, 2, dtype=torch.float64).to(DEVICE).requires_grad_()
     inputs = dict(query=tokens(510), query_pos=tokens(510), key_padding_mask=None, reference_points=points)
-    inputs.update(spatial_shapes=torch.tensor(sizes), level_start_index=starts)
+    inputs.update(spatial_shapes=torch.tensor(sizes).to(DEVICE), level_start_index=starts.to(DEVICE))
     expected = [run_step(layer, inputs) for layer in layers]
     report = apply_lean(layers, preset='sbp', sampler='random')
     assert {*report.changed.values()} == {'gradients from 0.5 of the positions, preset sbp'}
@@ -90,9 +91,9 @@ def algorithm_1(encoder, query, query_pos, key_padding_mask, kept):
     x = query
     for layer in encoder.layers:
         pos = query_pos * encoder.query_scale(x) if hasattr(encoder, 'query_scale') else query_pos
-        options = dict(identity=torch.zeros(1), key_pos=pos, key_padding_mask=key_padding_mask)
+        options = dict(identity=x.new_zeros(1), key_pos=pos, key_padding_mask=key_padding_mask)
         x = layer.norms[0](x + merged(functools.partial(layer.self_attn, key=x, value=x, **options), x + pos))
-        x = layer.norms[1](x + merged(functools.partial(layer.ffn, identity=torch.zeros(1)), x))
+        x = layer.norms[1](x + merged(functools.partial(layer.ffn, identity=x.new_zeros(1)), x))
     return x
 
 
@@ -117,7 +118,7 @@ def test_a_plain_encoder_drops_tokens(kind, rate):
     draw, draws.positions = draws.positions, lambda *a: seen.append(draw(*a)) or seen[-1]
     for number in range(2):
         result = run_step(model.encoder, inputs)
-        kept = torch.zeros(TOKENS, dtype=torch.bool)
+        kept = torch.zeros(TOKENS, dtype=torch.bool, device=seen[-1].keep.device)
         kept[seen[-1].keep] = True
         assert len(seen) == number + 1 and kept.sum() == TOKENS // 4
         oracle = copy.deepcopy(stock.encoder)

@@ -18,6 +18,7 @@ from mmdet.models.layers.transformer.deformable_detr_layers import (
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerDecoderLayer, DetrTransformerEncoderLayer
 from mmdet.models.layers.transformer.grounding_dino_layers import GroundingDinoTransformerDecoderLayer
 from mmdet.models.layers.transformer.mask2former_layers import Mask2FormerTransformerDecoderLayer
+from oracles import DEVICE
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
@@ -45,20 +46,21 @@ def conditional(cross):
 
 
 def tokens(number=QUERIES):
-    return torch.randn(2, number, C, dtype=torch.float64, requires_grad=True)
+    return torch.randn(2, number, C, dtype=torch.float64).to(DEVICE).requires_grad_()
 
 
 def padding():
-    return torch.arange(TOKENS) % 7 == torch.tensor([[3], [5]])
+    return (torch.arange(TOKENS) % 7 == torch.tensor([[3], [5]])).to(DEVICE)
 
 
 def mask(keys):
-    return (torch.rand(QUERIES, keys) > 0.7) & (torch.arange(keys) > 0)  # nobody sees nothing: stock layers put out NaN
+    seen = (torch.rand(QUERIES, keys) > 0.7) & (torch.arange(keys) > 0)  # nobody sees nothing: stock layers put out NaN
+    return seen.to(DEVICE)
 
 
 def levels(numbers, queries):
-    points = torch.rand(2, queries, 4, numbers, dtype=torch.float64, requires_grad=True)
-    return dict(reference_points=points, spatial_shapes=SHAPES, level_start_index=STARTS)
+    points = torch.rand(2, queries, 4, numbers, dtype=torch.float64).to(DEVICE).requires_grad_()
+    return dict(reference_points=points, spatial_shapes=SHAPES.to(DEVICE), level_start_index=STARTS.to(DEVICE))
 
 
 def get_decoder_builder(kind, rate=0.0):
@@ -110,8 +112,8 @@ def grounding():
 
 
 def grounding_inputs():
-    text = dict(memory_text=tokens(5), text_attention_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]))
-    return deformable_inputs(4) | text
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]).to(DEVICE)
+    return deformable_inputs(4) | dict(memory_text=tokens(5), text_attention_mask=mask)
 
 
 LAYERS = {
@@ -157,7 +159,7 @@ LAYERS = {
 
 
 def randomize(module):
-    """Return a module in fp64 and training mode with weights that look trained."""
+    """Return a module in fp64 and training mode on ``DEVICE``, with weights that look trained."""
     torch.manual_seed(0)
     for p in module.parameters():
         p.data.normal_(0, 0.3)
@@ -166,7 +168,7 @@ def randomize(module):
             m.weight.data.add_(1)
         if isinstance(m, MultiScaleDeformableAttention):
             m.sampling_offsets.bias.data.normal_(0, 2)
-    return module.double().train()
+    return module.double().to(DEVICE).train()
 
 
 def run_step(module, inputs, seed=3):
@@ -176,7 +178,7 @@ def run_step(module, inputs, seed=3):
     leaves += [p for p in module.parameters() if p.requires_grad]
     out = module(**inputs)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-    return [out, *torch.autograd.grad(out, leaves, weight, allow_unused=True)]
+    return [out, *torch.autograd.grad(out, leaves, weight.to(out), allow_unused=True)]
 
 
 def assert_same(actual, expected, tolerance=1e-10):

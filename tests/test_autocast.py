@@ -108,15 +108,19 @@ def test_gradients(name, preset, precision):
 @pytest.mark.parametrize(('preset', 'dtype'), [('exact', torch.float16), ('int8', torch.bfloat16)])
 @pytest.mark.parametrize('name', BACKBONES + LAYERS)
 def test_on_a_gpu_that_is_not_there(name, preset, dtype):
-    """Each parameter gets a gradient of its type and shape, on its device."""
+    """Outputs have the types of plain ones, and each parameter gets a gradient of its type and shape, on its device."""
     with simulate_gpu() as mode:
         with unset_fake_temporarily():
-            module, inputs = build_with_inputs(name)
+            plain, inputs = build_with_inputs(name)
+            module = copy.deepcopy(plain)
             apply_lean(module, preset)
         move_to_gpu(mode, module)
+        move_to_gpu(mode, plain)
         inputs = copy_to_gpu(mode, inputs)
         with torch.autocast('cuda', dtype):
             outs = run_module(module, inputs)
+            expected = run_module(plain, inputs)
+        assert [out.dtype for out in outs] == [out.dtype for out in expected]
         gradients = backward(outs)
         for key, p in module.named_parameters():
             if p.requires_grad:

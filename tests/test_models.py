@@ -12,7 +12,7 @@ from mmdet.registry import MODELS
 from mmengine.model import BaseModel
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
-from oracles import assert_near, compute_gradients, random_images, relative_error, run_convnext_oracle
+from oracles import DEVICE, assert_near, compute_gradients, random_images, relative_error, run_convnext_oracle
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT
@@ -208,8 +208,8 @@ def test_swin_is_mmdets(options, preset, size):
         size = (48, 48)
     keys = {} if preset is None else dict(blocks=[0] * 4, downsample=False) if preset == 'reference' else {}
     ours = build('SBPSwinTransformer', preset and dict(preset=preset, **keys), **options)
-    stock, x = SwinTransformer(**SWIN | dict(drop_path_rate=0.0) | options).double(), random_images(2, *size)
-    stock.load_state_dict(ours.state_dict())
+    stock, x = SwinTransformer(**SWIN | dict(drop_path_rate=0.0) | options), random_images(2, *size)
+    stock.double().to(DEVICE).load_state_dict(ours.state_dict())
     stock.train()
     assert_near(compute_gradients(ours, x), compute_gradients(stock, x), 1e-10)
     assert list(stock.state_dict()) == list(ours.state_dict())
@@ -350,7 +350,8 @@ def test_a_classifier_learns_in_mmengines_runner(backbone, preset, tmp_path):
     )
     runner.train()
     model.eval()
-    inputs, labels = (torch.stack(part) for part in zip(*render_squares(), strict=True))
+    device = next(model.parameters()).device  # of the runner
+    inputs, labels = (torch.stack(part).to(device) for part in zip(*render_squares(), strict=True))
     with torch.no_grad():
         assert (model(inputs, labels).argmax(1) == labels).float().mean() > 0.8
 

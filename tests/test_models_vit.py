@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import VIT, build, build_on_meta
-from oracles import assert_near, compute_gradients, random_images, relative_error
+from oracles import DEVICE, assert_near, compute_gradients, random_images, relative_error
 from torch import nn
 
 from sbp_mmdet import SBPViT
@@ -18,8 +18,8 @@ def test_the_plain_vit_is_torchs_encoder(layer_scale):
     tokens = F.conv2d(x, model.patch_embed.proj.weight, model.patch_embed.proj.bias, stride=16).flatten(2).mT
     tokens = torch.cat([model.cls_token.expand(2, -1, -1), tokens], 1) + model.pos_embed
     for block in model.blocks:
-        layer = nn.TransformerEncoderLayer(channels, heads, hidden, 0.0, 'gelu', 1e-6, True, True).double()
-        first, second = (getattr(scale, 'gamma', torch.ones(channels)) for scale in (block.ls1, block.ls2))
+        layer = nn.TransformerEncoderLayer(channels, heads, hidden, 0.0, 'gelu', 1e-6, True, True).double().to(DEVICE)
+        first, second = (getattr(scale, 'gamma', x.new_ones(channels)) for scale in (block.ls1, block.ls2))
         pairs = [
             (layer.norm1, block.norm1, None),
             (layer.norm2, block.norm2, None),

@@ -9,6 +9,7 @@ from cases import count_stored_bytes
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
+from oracles import DEVICE
 from torch import nn
 
 import sbp_mmdet.ops.deformable_attention as deformable_module
@@ -20,20 +21,28 @@ from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTenso
 from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward
 from sbp_mmdet.stochastic_backprop.masks import Positions
 
-SHAPES = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]])
-STARTS = torch.tensor([0, 30, 39, 41])
 TOKENS = 42
 
 
 def randomize(module, std=0.3, dtype=torch.float64):
-    """Fill a module with weights that look trained: no zeros, and no norms that are identities."""
+    """Fill a module with weights that look trained: no zeros, and no norms that are identities. Return it on
+    ``DEVICE``."""
     for name, p in module.named_parameters():
         p.data.normal_(0, std / max(p.shape[-1], 1) ** 0.5 if p.dim() > 1 else 0.1)
         if 'norms' in name and name.endswith('weight'):
             p.data.add_(1)
     if hasattr(module, 'self_attn'):
         module.self_attn.sampling_offsets.bias.data.normal_(0, 2)
-    return module.to(dtype).train()
+    return module.to(DEVICE, dtype).train()
+
+
+def normal(*shape, dtype=torch.float64, requires_grad=True):
+    return torch.randn(shape, dtype=dtype).to(DEVICE).requires_grad_(requires_grad)
+
+
+def levels():
+    sizes, starts = torch.tensor([[6, 5], [3, 3], [2, 1], [1, 1]]), torch.tensor([0, 30, 39, 41])
+    return dict(spatial_shapes=sizes.to(DEVICE), level_start_index=starts.to(DEVICE))
 
 
 def compute_gradients(run, leaves, seed=0, zeros=False):
@@ -42,7 +51,7 @@ def compute_gradients(run, leaves, seed=0, zeros=False):
     out = run()
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     leaves = {k: v for k, v in leaves.items() if v is not None and v.requires_grad}
-    return [out, *torch.autograd.grad(out, list(leaves.values()), weight, materialize_grads=zeros)]
+    return [out, *torch.autograd.grad(out, list(leaves.values()), weight.to(out), materialize_grads=zeros)]
 
 
 def assert_same(actual, expected, tolerance=1e-10):
@@ -60,7 +69,7 @@ def ffn_tensors(module, x):
 @pytest.mark.parametrize('frozen', ['', 'x', 'weights', 'all but bias2'])
 def test_ffn(chunk, act, frozen):
     module = randomize(FFN(8, 32, act_cfg=dict(type=act), add_identity=False))
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad='x' not in frozen)
+    x = normal(2, 5, 8, requires_grad='x' not in frozen)
     module.requires_grad_(frozen != 'weights' and 'all' not in frozen)
     if 'all' in frozen:
         x.requires_grad_(False)
@@ -75,7 +84,7 @@ def test_ffn(chunk, act, frozen):
 def test_ffn_draws_dropout_as_torch_does_and_replays_it(rates):
     module = randomize(FFN(8, 32, add_identity=False))
     module.layers[0][2].p, module.layers[2].p = rates
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    x = normal(2, 5, 8)
     leaves = dict(module.named_parameters(), x=x)
     settings = FFNSettings(dropout=rates)
     gradients = compute_gradients(lambda: feed_forward(settings, ffn_tensors(module, x)), leaves)
@@ -84,18 +93,22 @@ def test_ffn_draws_dropout_as_torch_does_and_replays_it(rates):
 
 def test_dropout_in_chunks_replays_its_masks_and_leaves_the_generator_alone():
     module = randomize(FFN(8, 32, add_identity=False))
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    x = normal(2, 5, 8)
     settings = FFNSettings(dropout=(0.5, 0.5), chunk=1)
     out = feed_forward(settings, ffn_tensors(module, x))
-    before = torch.get_rng_state()
+    before = generator_states()
     out.sum().backward()
-    assert torch.equal(before, torch.get_rng_state())
+    assert all(map(torch.equal, before, generator_states()))
+
+
+def generator_states():
+    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
 
 def test_replayed_masks_are_those_of_the_forward_pass():
     """A dropped number has no gradient; the gradient of the last bias counts the others."""
     module = randomize(FFN(8, 32, add_identity=False))
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    x = normal(2, 5, 8)
     out = feed_forward(FFNSettings(dropout=(0.5, 0.5), chunk=64), ffn_tensors(module, x))
     (gradient,) = torch.autograd.grad(out.sum(), module.layers[1].bias)
     assert torch.equal(gradient, (out != 0).double().sum((0, 1)) / 0.5)
@@ -104,19 +117,18 @@ def test_replayed_masks_are_those_of_the_forward_pass():
 @pytest.mark.parametrize('chunk', [None, 64])
 def test_masks_are_replayed_whatever_the_strides_of_the_gradient_are(chunk):
     module = randomize(FFN(8, 32, add_identity=False))
-    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    x = normal(2, 5, 8)
     out = feed_forward(FFNSettings(dropout=(0.0, 0.5), chunk=chunk), ffn_tensors(module, x))
     for weight in (torch.ones(2, 8, 5).mT, torch.ones(8, 5, 2).permute(2, 1, 0), torch.ones(1, 1, 1).expand(2, 5, 8)):
-        (gradient,) = torch.autograd.grad(out, module.layers[1].bias, weight.double(), retain_graph=True)
+        (gradient,) = torch.autograd.grad(out, module.layers[1].bias, weight.to(out), retain_graph=True)
         assert torch.equal(gradient, (out != 0).double().sum((0, 1)) / 0.5)
 
 
 def test_no_images():
     """The gradients of parameters are zero."""
-    module, x = layer(0.2), torch.zeros(0, TOKENS, 16, dtype=torch.float64, requires_grad=True)
-    reference = torch.zeros(0, TOKENS, 4, 2, dtype=torch.float64, requires_grad=True)
+    module, x, reference = layer(0.2), normal(0, TOKENS, 16), normal(0, TOKENS, 4, 2)
     leaves = dict(module.named_parameters(), x=x, reference=reference)
-    given = DeformableTensors(x, None, x, reference, None, SHAPES, STARTS, **attention_weights(module.self_attn))
+    given = DeformableTensors(x, None, x, reference, None, **levels(), **attention_weights(module.self_attn))
 
     for run in (
         lambda: deformable_encoder_layer(settings_of(0.2), layer_tensors(module, x, None, reference, None)),
@@ -142,11 +154,11 @@ def attention_weights(module):
 
 
 def places(numbers, queries, dtype=torch.float64):
-    return torch.rand(2, queries, 4, numbers, dtype=dtype, requires_grad=True)
+    return torch.rand(2, queries, 4, numbers, dtype=dtype).to(DEVICE).requires_grad_()
 
 
 def padding(on):
-    return (torch.arange(TOKENS) % 7 == torch.tensor([[3], [5]])) if on else None
+    return (torch.arange(TOKENS) % 7 == torch.tensor([[3], [5]])).to(DEVICE) if on else None
 
 
 @pytest.mark.parametrize('numbers', [2, 4])
@@ -157,11 +169,10 @@ def test_deformable_attention(numbers, mask, own_values, threads, monkeypatch):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)  # so many of the four heads at a time
     module = randomize(MultiScaleDeformableAttention(16, 4, dropout=0.0, batch_first=True))
     module.sampling_offsets.bias.data.normal_(0, 2)
-    x, pos = torch.randn(2, 2, 7 if own_values else TOKENS, 16, dtype=torch.float64)
-    value = torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) if own_values else None
-    x, pos, reference = x.requires_grad_(), pos.requires_grad_(), places(numbers, x.shape[1])
+    x, pos = (normal(2, 7 if own_values else TOKENS, 16) for _ in range(2))
+    value, reference = normal(2, TOKENS, 16) if own_values else None, places(numbers, x.shape[1])
     leaves = dict(module.named_parameters(), x=x, pos=pos, value=value, reference=reference)
-    given = dict(key_padding_mask=padding(mask), spatial_shapes=SHAPES, level_start_index=STARTS)
+    given = dict(levels(), key_padding_mask=padding(mask))
 
     def run():
         tensors = DeformableTensors(
@@ -181,15 +192,13 @@ def layer(dropout=0.0, act='ReLU', channels=16, dtype=torch.float64, hidden=32):
     return randomize(DeformableDetrTransformerEncoderLayer(attention, ffn), dtype=dtype)
 
 
-def layer_tensors(module, x, pos, reference, mask, shapes=SHAPES, starts=STARTS):
+def layer_tensors(module, x, pos, reference, mask):
     norms = {
         f'norm{i}_{kind}': getattr(norm, kind) for i, norm in enumerate(module.norms, 1) for kind in ('weight', 'bias')
     }
     feed = ffn_tensors(module.ffn, None)._asdict()
     del feed['x']
-    return EncoderTensors(
-        x, pos, reference, mask, shapes, starts, **attention_weights(module.self_attn), **norms, **feed
-    )
+    return EncoderTensors(x, pos, reference, mask, **levels(), **attention_weights(module.self_attn), **norms, **feed)
 
 
 def settings_of(dropout=0.0, act='relu', chunk=None, storage='native'):
@@ -210,7 +219,7 @@ def test_two_encoder_layers(numbers, mask, options, monkeypatch):
         monkeypatch.setattr(deformable_module, '_AT_A_TIME', 1)
     rate, act = options.get('dropout', 0.0), options.get('act', 'relu')
     modules = nn.ModuleList(layer(rate, dict(relu='ReLU', gelu='GELU')[act]) for _ in range(2))
-    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, pos = (normal(2, TOKENS, 16) for _ in range(2))
     reference, mask = places(numbers, TOKENS), padding(mask)
     leaves = dict(modules.named_parameters(), x=x, pos=pos, reference=reference)
 
@@ -221,7 +230,7 @@ def test_two_encoder_layers(numbers, mask, options, monkeypatch):
         return out
 
     def stock(out=x):
-        given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+        given = dict(levels(), reference_points=reference)
         for module in modules:
             out = module(out, pos, mask, **given)
         return out
@@ -256,14 +265,14 @@ def run_thinned_oracle(module, x, pos, given, kept, rate):
 )
 def test_dropped_tokens_send_nothing(numbers, mask, number, rate, chunk):
     module = layer(rate)
-    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, pos = (normal(2, TOKENS, 16) for _ in range(2))
     reference = places(numbers, TOKENS)
     leaves = dict(module.named_parameters(), x=x, pos=pos, reference=reference)
-    kept = torch.randperm(TOKENS) < number
+    kept = (torch.randperm(TOKENS) < number).to(DEVICE)
     positions = Positions(*(mask.nonzero()[:, 0] for mask in (kept, ~kept)))
     tensors = layer_tensors(module, x, pos, reference, padding(mask))._replace(positions=positions)
     gradients = compute_gradients(lambda: deformable_encoder_layer(settings_of(rate, chunk=chunk), tensors), leaves)
-    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+    given = dict(levels(), reference_points=reference)
     module.self_attn.dropout.p = 0.0  # the factors stand for it
     given['key_padding_mask'] = padding(mask)
     assert_same(
@@ -276,13 +285,11 @@ def test_frozen_parts(frozen):
     module = layer()
     for name, p in module.named_parameters():
         p.requires_grad_(frozen not in name)
-    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64) for _ in range(2))
-    x.requires_grad_(frozen != 'x')
-    pos.requires_grad_(frozen != 'pos')
+    x, pos = (normal(2, TOKENS, 16, requires_grad=name != frozen) for name in ('x', 'pos'))
     reference = places(2, TOKENS).detach()
     leaves = dict(module.named_parameters(), x=x, pos=pos)
     tensors = layer_tensors(module, x, pos, reference, None)
-    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+    given = dict(levels(), reference_points=reference)
     gradients = compute_gradients(lambda: deformable_encoder_layer(settings_of(), tensors), leaves)
     assert_same(gradients, compute_gradients(lambda: module(x, pos, None, **given), leaves))
 
@@ -297,7 +304,7 @@ def test_stored_bytes_beside_cuda(storage, share):
     modules = [layer(channels=32, hidden=256, dtype=torch.float32) for _ in range(3)]
     for module in modules:  # as many numbers of places as channels in the models that people train
         assert module.self_attn.sampling_offsets.out_features == 64
-    x, pos = torch.randn(2, 2, TOKENS, 32)
+    x, pos = (normal(2, TOKENS, 32, dtype=torch.float32, requires_grad=False) for _ in range(2))
     reference = places(2, TOKENS, torch.float32).detach()
     parameters = [p for module in modules for p in module.parameters()]
 
@@ -316,7 +323,7 @@ def test_stored_bytes_beside_cuda(storage, share):
 def test_eight_bits():
     """The layer has weights as after training; the gradient of each parameter is compared with that in fp32."""
     module = layer(channels=32, hidden=256, dtype=torch.float32)
-    x, pos = (torch.randn(2, TOKENS, 32, requires_grad=True) for _ in range(2))
+    x, pos = (normal(2, TOKENS, 32, dtype=torch.float32) for _ in range(2))
     leaves = dict(module.named_parameters(), x=x, pos=pos)
     tensors = layer_tensors(module, x, pos, places(2, TOKENS, torch.float32).detach(), None)
     results = [
@@ -330,9 +337,9 @@ def test_eight_bits():
 
 def test_nothing_is_read_from_what_was_written_to():
     modules = [layer(), layer()]
-    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, pos = (normal(2, TOKENS, 16) for _ in range(2))
     reference = places(2, TOKENS).detach()
-    given = dict(spatial_shapes=SHAPES, level_start_index=STARTS, reference_points=reference)
+    given = dict(levels(), reference_points=reference)
 
     def run(lean):
         first, second = modules
@@ -380,7 +387,7 @@ class Kernel:
 
 def test_the_kernel_of_cuda_is_called_once_in_each_pass(monkeypatch):
     kernel, module = Kernel(), layer()
-    x, pos = (torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, pos = (normal(2, TOKENS, 16) for _ in range(2))
     reference = places(2, TOKENS)
     leaves = dict(module.named_parameters(), x=x, pos=pos, reference=reference)
 

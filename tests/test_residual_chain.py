@@ -10,6 +10,7 @@ import torch.utils.checkpoint as cp
 from cases import count_model_bytes, make_lean_copy
 from mmdet.models.backbones import resnet, resnext
 from mmdet.models.layers import ResLayer
+from oracles import DEVICE, assert_equal_statistics
 from torch import nn
 
 from sbp_mmdet import apply_lean
@@ -31,7 +32,7 @@ STAGES = {
 
 
 def build_stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
-    """Return a stage with norms that look trained; it is longer than a chain."""
+    """Return a stage with norms that look trained, on ``DEVICE``; it is longer than a chain."""
     torch.manual_seed(0)
     model = ResLayer(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
     for module in model.modules():
@@ -42,11 +43,12 @@ def build_stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8,
             module.running_mean.normal_(std=0.2)
             module.running_var.uniform_(0.5, 2)
             module.train(not norm_eval)
-    return model.double()
+    return model.double().to(DEVICE)
 
 
 def random_map(size=(17, 22), channels=16):
-    return torch.randn(2, channels, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, channels, *size, dtype=torch.float64, generator=generator).to(DEVICE)
 
 
 def compute_gradients(model, x, run=None, needs_x=True):
@@ -70,8 +72,7 @@ def assert_plain(lean, plain, x=None, most=1e-11, **options):
     actual, expected = compute_gradients(lean, x, **options), compute_gradients(plain, x, **options)
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-11, atol=1e-11)
     assert largest_difference(actual[1], expected[1]) < most
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(buffer, lean.get_buffer(name)), name
+    assert_equal_statistics(dict(lean.named_buffers()), dict(plain.named_buffers()))
 
 
 def build_lean_and_plain(*args, preset='exact', **kwargs):
@@ -122,14 +123,14 @@ def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, prese
 
 def test_what_was_used_is_freed():
     """The first block, of stride 2, has the largest maps; at its peak, the maps of later blocks have been freed."""
-    lean, x = build_lean_and_plain(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28)
+    lean, x = build_lean_and_plain(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28).to(DEVICE)
 
     def run():
         lean.zero_grad()
         lean(x.clone().requires_grad_()).square().mean().backward()
 
     run()
-    assert peak_bytes(run) <= 7.3 * x.nbytes
+    assert peak_bytes(run) <= 7.3 * x.nbytes  # counted from the results of operations, on any device
 
 
 @pytest.mark.parametrize('name', ['Bottleneck', 'Bottleneck, batch statistics', 'BasicBlock'])
@@ -143,7 +144,7 @@ def test_a_convolution_that_answers_differently_the_second_time(name, preset, mo
         out = own(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # the forward pass
             return out
-        return out + 1e-5 * out.std() * torch.randn(out.shape, dtype=out.dtype, generator=noise)
+        return out + 1e-5 * out.std() * torch.randn(out.shape, dtype=out.dtype, generator=noise).to(out)
 
     expected = compute_gradients(plain, random_map((64, 64)))
     monkeypatch.setattr(torch, 'conv2d', other)  # which the chain calls, and the module's own code does not
@@ -156,7 +157,7 @@ def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
     from sbp_mmdet.ops.common.sign_bits import SignBits
 
     for shape in ((1, 1, 1, 1), (2, 3, 5, 7), (0, 3, 4, 4), (1, 16, 4, 4)):
-        u = torch.randn(shape)
+        u = torch.randn(shape).to(DEVICE)
         for layout in (torch.contiguous_format, torch.channels_last):
             y = F.relu(u.contiguous(memory_format=layout))
             for again in (u.clone(), u.contiguous(memory_format=torch.channels_last)):
@@ -164,7 +165,7 @@ def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
                 assert torch.equal(result.gt(0), y.gt(0)) and torch.allclose(result, y, atol=1e-37)
                 flipped = SignBits.pack(y).relu_(-again)
                 assert torch.equal(flipped.gt(0), y.gt(0))
-    nan = torch.tensor([1.0, -1.0, torch.nan, 0.0]).view(1, 4, 1, 1)
+    nan = torch.tensor([1.0, -1.0, torch.nan, 0.0]).view(1, 4, 1, 1).to(DEVICE)
     assert SignBits.pack(F.relu(nan)).relu_(nan.clone()).flatten().tolist()[:2] == [1.0, 0.0]
     assert SignBits.pack(F.relu(nan)).relu_(nan.clone()).isnan().any()
 
@@ -217,7 +218,7 @@ def test_autocast(norm_eval):
 
     def error(model):
         model = model.float()
-        with torch.autocast('cpu', torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             gradients = compute_gradients(model, x.float())[1]
         assert all(g.dtype == torch.float32 for g in gradients.values())
         return torch.stack([(gradients[name] - g).norm() / g.norm() for name, g in exact.items()]).mean()

@@ -28,6 +28,27 @@ def test_nothing_is_mixed(file, names):
     assert ' passed' in done.stdout and 'failed' not in done.stdout
 
 
+# Tests of whole modules, with stock modules, inputs and running statistics beside the operations; one of each kind.
+WHOLE = [
+    'test_adapters_codetr.py::test_an_encoder_layer[True-True]',
+    'test_adapters_conv.py::test_a_norm_on_both_paths_of_a_block[ResNet-18, training-exact]',
+    'test_adapters_conv.py::test_checkpoints_around_lean_modules[exact]',
+    'test_adapters_conv.py::test_modules[False-ConvModule]',
+    'test_adapters_dino.py::test_dino',
+    'test_adapters_encoder.py::test_a_plain_encoder_drops_tokens[DetrTransformerEncoder-0.1]',
+    'test_adapters_transformer.py::test_layers[deformable decoder, dropout]',
+    'test_models.py::test_swin_is_mmdets[size2-exact-{}]',
+    'test_models_vit.py::test_the_plain_vit_is_torchs_encoder[1.0]',
+    'test_ops_transformer.py::test_two_encoder_layers[dropout-True-4]',
+    'test_residual_chain.py::test_requires_grad_changes_between_steps[False]',
+]
+
+
+def test_whole_modules_lie_on_the_device():
+    done = on_second_device(*(TESTS / name for name in WHOLE))
+    assert f'{len(WHOLE)} passed' in done.stdout and 'failed' not in done.stdout
+
+
 def test_what_is_mixed_fails(tmp_path):
     """As on a GPU, only copies and indices may come from the host."""
     (tmp_path / 'test_mixed.py').write_text(

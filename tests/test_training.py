@@ -217,8 +217,8 @@ def test_channels_last(family, preset):
         model = build(family, dict(preset=preset)).to(**options)
         gradients.append(compute_gradients(model, x.contiguous(**options)))
     assert_near(gradients[1], gradients[0], 1e-10)
-    if 'ConvNeXt' in family:
-        assert all(out.is_contiguous(**last) for out in model(x.contiguous(**last)))
+    if 'ConvNeXt' in family:  # in fp32, because cuDNN computes contiguous maps in fp64
+        assert all(out.is_contiguous(**last) for out in model.float()(x.float().contiguous(**last)))
 
 
 FROZEN = {
@@ -364,11 +364,11 @@ def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
         for stage in model.stages:
             stage[-1].register_forward_hook(lambda m, x, out, seen=seen: seen.append((x[0] == out).flatten(1).all(1)))
         torch.manual_seed(1)
-        with torch.autocast('cpu', torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             model(x)
         dropped.append(torch.stack(seen))
     assert torch.equal(*dropped) and (dropped[0][1:].sum(1) > 0).all()
-    torch.testing.assert_close(factors[-1].max(), torch.tensor(1 / 0.3))
+    assert factors[-1].max().item() == pytest.approx(1 / 0.3)
 
 
 @pytest.mark.slow

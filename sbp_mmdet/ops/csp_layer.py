@@ -185,6 +185,7 @@ class _Forward:
         member = self.members[i]
         act, storage = member.s.activation, member.s.form.storage
         z, u, self.layers[i] = run_layer(member, x)
+        u = cast(u, z.dtype)
         if self.needs is None or (self.minimal and not _saves_output(self.settings, i, member.t.weight)):
             return act(u, inplace=True)
         if self.layers[i] is None:

@@ -14,6 +14,7 @@ from .common.activations import Activation
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.map_norms import affine_of_norm, zero_of
+from .common.precision import cast
 from .common.sign_bits import SignBits
 from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
 
@@ -141,6 +142,9 @@ def run_block(
 ) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
+    The shortcut is added in the precision of the norm, as by the block's own code: in full on a GPU under autocast, if
+    the norm is a group norm.
+
     Args:
         members (Members): Layers of the block.
         x (Tensor): Input of the block, shape (N, C, H, W).
@@ -154,7 +158,7 @@ def run_block(
     *first, final = members.layers
     for i, member in enumerate(first):
         z, out, layer = run_layer(member, out)
-        out = torch.relu_(out)
+        out = torch.relu_(cast(out, z.dtype))
         layers.append(layer)
         if saves and saves_last and i + 1 == len(first):
             last = _keep_input(member, z, out, layer)

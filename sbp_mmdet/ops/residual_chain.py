@@ -171,6 +171,8 @@ def _run(members, x, saves=True):
     s, given, saved = members[0].layers[0].s, x, []
     x = cast(x, s.dtype)
     source = kept(given, x, s.form.storage) if saves else None
+    if s.norm == 'group' and x.is_cuda:
+        x = given  # CUDA's autocast runs group norm in full, so sums of blocks are not rounded
     saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
     for n, own in enumerate(members):
         x, last, signs, layers = run_block(own, x, saves, saves_last)

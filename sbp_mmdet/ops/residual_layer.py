@@ -61,10 +61,10 @@ class Layer(NamedTuple):
         """Run the convolution, and the norm if it is fixed.
 
         Args:
-            x (Tensor): Input of the layer.
+            x (Tensor): Input of the layer, in any precision.
         """
         s, t, norms, number, _ = self
-        return convolve(s, t, x, norms, number)
+        return convolve(s, t, cast(x, s.dtype), norms, number)
 
 
 def layers_of_pass(
@@ -95,14 +95,14 @@ def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | Non
         x (Tensor): Input of the layer, shape (N, C, H, W).
 
     Returns:
-        tuple[Tensor, Tensor, KeptLayer | None]: The convolution's output, that of the norm, and what the layer needs to
-        run again.
+        tuple[Tensor, Tensor, KeptLayer | None]: The convolution's output, that of the norm in the norm's precision, and
+        what the layer needs to run again.
     """
     s, t, z = member.s, member.t, member.convolve(x)
     if s.norm in ('none', 'fixed'):
         return z, z, None
     u, statistics, extra = normalise(s, t, z)
-    return z, cast(u, z.dtype), KeptLayer(statistics, extra)
+    return z, u, KeptLayer(statistics, extra)
 
 
 def rerun_layer(member: Layer, x: Tensor, layer: KeptLayer | None) -> tuple[Tensor, Tensor]:
