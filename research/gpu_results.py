@@ -3,7 +3,7 @@
     python research/gpu_results.py read OUT [--note TEXT]    # OUT: a folder of tools/gpu_report.sh; adds its rows
     python research/gpu_results.py write                     # the tables
 
-Verifications, whole steps and modules are taken.
+Verifications, whole steps, steps with limited memory and modules are taken.
 """
 
 import argparse
@@ -17,16 +17,17 @@ from tables import markdown_table
 
 sys.path.append(str(CHECKOUT / 'tools'))
 from gpu_rows import lines_of  # noqa: E402
-from gpu_trials import FAMILIES, MODULES, STEPS  # noqa: E402
+from gpu_trials import CAPS, FAMILIES, MODULES, STEPS  # noqa: E402
 
 from sbp_mmdet.plan.tables import Column  # noqa: E402
 
 RESULTS = CHECKOUT / 'docs/results/gpu_h100.json'
-_FILES = {'verify': ('verify*.jsonl',), 'step': ('steps*.jsonl',), 'module': ('modules*.jsonl',)}
-_TRIALS = {trial.name: trial for trial in (*FAMILIES, *STEPS, *MODULES)}
+_FILES = {'verify': 'verify*.jsonl', 'step': 'steps*.jsonl', 'cap': 'caps*.jsonl', 'module': 'modules*.jsonl'}
+_TRIALS = {trial.name: trial for trial in (*FAMILIES, *STEPS, *CAPS, *MODULES)}
 _KEYS = {
     'verify': ('kinds', 'modules', 'outputs', 'gradients'),
     'step': ('peak_bytes', 'reserved', 'context', 'replayed', 'seconds', 'ratio', 'ratio_min', 'ratio_max'),
+    'cap': ('peak_bytes', 'reserved', 'context', 'retries', 'seconds', 'reason'),
     'module': ('peak_bytes', 'error', 'seconds', 'ratio', 'ratio_min', 'ratio_max', 'issue_ratio'),
 }
 _PRESETS = {'with_cp': 'checkpointing', 'exact': '`exact`', 'exact_min': '`exact_min`', 'int8': '`int8`'}
@@ -41,15 +42,15 @@ def read(out: Path, note: str | None) -> None:
         note (str | None): Remark about the machine or the code. If ``None``, there is none.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else dict(runs=[])
-    for kind, patterns in _FILES.items():
-        for file in (file for pattern in patterns for file in sorted(out.glob(pattern))):
+    for kind, pattern in _FILES.items():
+        for file in sorted(out.glob(pattern)):
             machine, rows = None, {}
             for line in lines_of(file):
                 machine = line.get('machine', machine)
                 trial, _, preset = line.get('row', '').rpartition('/')
                 if trial in _TRIALS and line.get('state') != 'begun':
                     rows[trial, preset] = {key: line[key] for key in _KEYS[kind] if key in line}
-            found = {name: row for name, row in rows.items() if _KEYS[kind][0] in row}
+            found = {name: row for name, row in rows.items() if _KEYS[kind][0] in row or kind == 'cap' and row}
             for run in results['runs']:
                 if run['kind'] == kind:
                     run['rows'] = [row for row in run['rows'] if (row['trial'], row['preset']) not in found]
@@ -63,7 +64,7 @@ def gpu_rows(kind: str) -> dict[tuple[str, str], dict]:
     """Return the measured rows of a kind by trial and preset, for whole steps by the detector's name in the tables.
 
     Args:
-        kind (str): 'verify', 'step' or 'module'.
+        kind (str): 'verify', 'step', 'cap' or 'module'.
     """
     runs = json.loads(RESULTS.read_text())['runs'] if RESULTS.exists() else []
     rows = [row for run in runs if run['kind'] == kind for row in run['rows']]
@@ -85,7 +86,7 @@ def tables(needs: dict[tuple[str, str], float]) -> dict[tuple[str, str], str]:
     Returns:
         dict[tuple[str, str], str]: Markdown by page and marker.
     """
-    steps, modules, verified = gpu_rows('step'), gpu_rows('module'), gpu_rows('verify')
+    steps, caps, modules, verified = (gpu_rows(kind) for kind in ('step', 'cap', 'module', 'verify'))
 
     def agreement(key):
         return lambda family: ', '.join(f'{verified[family, preset][key]:.0e}' for preset in ('exact', 'int8'))
@@ -106,6 +107,9 @@ def tables(needs: dict[tuple[str, str], float]) -> dict[tuple[str, str], str]:
             return ''
         return f'{used_bytes(row) / 1e9:.1f} ({needs[name, preset] / 1e9:.1f}), {row["peak_bytes"] / 1e9:.2f}'
 
+    def limited(row, *_):
+        return (row.get('reason') or f'{used_bytes(row) / 1e9:.1f}') if row else 'not reached'
+
     timed = [name for name in dict.fromkeys(name for name, _ in steps) if 'ratio' in steps[name, 'none']]
     of_modules = columns(modules, _PRESETS | _MORE, lambda row, *_: f'{row["ratio"]:.2f}' if row else '')
     of_families = [
@@ -118,6 +122,9 @@ def tables(needs: dict[tuple[str, str], float]) -> dict[tuple[str, str], str]:
         ('docs/costs.md', 'gpu verify'): markdown_table(of_families, dict.fromkeys(name for name, _ in verified)),
         ('docs/costs.md', 'gpu memory'): markdown_table(
             columns(steps, {'none': 'plain'} | _PRESETS, compared), dict.fromkeys(name for name, _ in steps)
+        ),
+        ('docs/costs.md', 'gpu caps'): markdown_table(
+            columns(caps, {'none': 'plain'} | _PRESETS, limited), dict.fromkeys(name for name, _ in caps)
         ),
         ('docs/costs.md', 'gpu steps'): markdown_table(columns(steps, _PRESETS, lambda row, *_: spread(row)), timed),
         ('docs/costs.md', 'gpu modules'): markdown_table(of_modules, dict.fromkeys(name for name, _ in modules)),

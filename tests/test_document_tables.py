@@ -57,6 +57,35 @@ def test_memory_tables(monkeypatch):
         assert f'<!-- results: {name} -->\n{table}\n<!-- end -->' in (ROOT / page).read_text()
 
 
+def test_tables_of_a_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'research'))
+    needs = runpy.run_path(str(ROOT / 'research/memory_overview.py'))['counted_needs']()
+    for (page, name), table in runpy.run_path(str(ROOT / 'research/gpu_results.py'))['tables'](needs).items():
+        assert f'<!-- results: {name} -->\n{table}\n<!-- end -->' in (ROOT / page).read_text()
+
+
+def test_rows_of_a_gpu_report_are_read(monkeypatch, tmp_path):
+    """A second report replaces the rows that it has, and a row that has only begun is none."""
+    monkeypatch.syspath_prepend(str(ROOT / 'research'))
+    module = runpy.run_path(str(ROOT / 'research/gpu_results.py'))
+    monkeypatch.setitem(module['read'].__globals__, 'RESULTS', tmp_path / 'results.json')
+    trial = 'Mask R-CNN R-50, fp32'
+
+    def write(machine, **rows):
+        lines = [dict(machine=machine), dict(row=f'{trial}/int8', preset='int8', state='begun')]
+        lines += [dict(row=f'{trial}/{preset}', preset=preset, **row) for preset, row in rows.items()]
+        (tmp_path / 'steps.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+        module['read'](tmp_path, None)
+        return json.loads((tmp_path / 'results.json').read_text())['runs']
+
+    plain = dict(peak_bytes=5, reserved=6, context=1, ratio=1.0)
+    (run,) = write({'device': 'a'}, none=plain, exact=dict(plain, peak_bytes=2))
+    assert [(row['preset'], row['peak_bytes']) for row in run['rows']] == [('none', 5), ('exact', 2)]
+    first, second = write({'device': 'b'}, exact=dict(plain, peak_bytes=3), sbp=dict(reason='does not apply'))
+    assert [row['preset'] for row in first['rows']] == ['none'] and first['machine'] == {'device': 'a'}
+    assert [(row['preset'], row['peak_bytes']) for row in second['rows']] == [('exact', 3)]
+
+
 def test_page_of_families(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / 'research'))
     rows = json.loads((ROOT / 'docs/results/families.json').read_text())['rows']
