@@ -16,6 +16,7 @@ from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData, PixelData
 
 from sbp_mmdet.chunked_targets import targets_in_chunks
+from sbp_mmdet.chunked_targets.mask_heads import CroppedInChunks
 from sbp_mmdet.plan.memory import LiveBytes
 
 FLOAT = 4
@@ -65,6 +66,23 @@ def test_mask_targets_take_less_memory():
             head.get_targets(*given)
         peaks.append(counter.peak)
     assert peaks[0] > 40 * 40 * 50 * FLOAT and peaks[1] < 4 * 40 * 50 * (FLOAT + 2) + 40 * 500
+
+
+def test_masks_exist_as_floats_one_chunk_at_a_time():
+    """The masks that are sent take as much memory as the floats."""
+    masks = BitmapMasks(np.ones((40, 40, 50), np.uint8), 40, 50)
+    head, given = mask_targets(masks, 80)
+    targets_in_chunks(head, masks=4)
+    with LiveBytes() as counter:
+        head.get_targets(*given)
+    assert 4 * 40 * 50 * FLOAT < counter.peak < 2 * 4 * 40 * 50 * FLOAT + 80 * 500
+
+
+@pytest.mark.parametrize('number', [-1, 5])
+def test_an_object_that_is_not_there_is_refused(number):
+    crops = CroppedInChunks(bitmaps(), 2)
+    with pytest.raises(IndexError, match=f'{number} for 5 masks' if number > 0 else 'inds from -1'):
+        crops.crop_and_resize(np.ones((1, 4), np.float32), (7, 7), np.array([number]))
 
 
 def test_ground_truth_that_is_edited_in_place_is_read_again():

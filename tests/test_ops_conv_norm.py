@@ -342,8 +342,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="activation 'mish' is unknown; choose one of relu"):
         Activation('mish')
     _, lean = build_stock_and_lean('native', norm='batch')
-    with pytest.raises(ValueError, match='more than 1 value per channel'):
-        lean(random_map(size=3, n=1))
+    for given in (random_map(size=3, n=1), random_map(n=0)):
+        with pytest.raises(ValueError, match='more than 1 value per channel'):
+            lean(given)
 
 
 @pytest.mark.parametrize('norm', NORMS)
@@ -417,8 +418,11 @@ def test_the_kernel_of_a_batch_norm_is_that_of_torch(kernel, monkeypatch):
             calls.append((func.name(), args))
             return func(*args, **(kwargs or {}))
 
-    if kernel == 'cudnn':
-        monkeypatch.setattr(torch, '_batch_norm_impl_index', choose_cudnn)
+    def choose_own(z, *norm_and_settings):
+        *norm, training, momentum, eps, _ = norm_and_settings
+        return *torch.ops.aten.native_batch_norm(z, *norm, True, momentum, eps), z.new_empty(0, dtype=torch.uint8), 0
+
+    monkeypatch.setattr(torch, '_batch_norm_impl_index', choose_cudnn if kernel == 'cudnn' else choose_own)
     monkeypatch.setattr(torch.backends.cudnn, 'enabled', True)
     with simulate_gpu(), Calls():
         leaves = {name: torch.randn(8, device='cuda').requires_grad_() for name in ('norm_weight', 'norm_bias')}

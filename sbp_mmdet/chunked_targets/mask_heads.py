@@ -64,26 +64,44 @@ class CroppedInChunks(BitmapMasks):
         self.number = number
 
     def crop_and_resize(self, bboxes, out_shape, inds, device='cpu', interpolation='bilinear', binarize=True):
-        if len(bboxes) <= self.number or not len(self.masks) or not isinstance(bboxes, np.ndarray):
+        if not len(self.masks) or not len(bboxes):
             masks = BitmapMasks(self.masks, self.height, self.width)
             return masks.crop_and_resize(bboxes, out_shape, inds, device, interpolation, binarize)
+        bboxes, inds = _to_numpy(bboxes), _to_numpy(inds)
+        if inds.min() < 0 or inds.max() >= len(self.masks):
+            raise IndexError(f'inds from {inds.min()} to {inds.max()} for {len(self.masks)} masks')
         order = np.argsort(inds, kind='stable')  # boxes of one object follow each other
-        inds, parts = inds[order], []
+        inds, sent, crops = inds[order], self._number_sent(bboxes), []
         rois = np.concatenate([inds[:, None].astype(bboxes.dtype), bboxes[order]], 1)
         rois = torch.from_numpy(rois).to(device)
-        sent = max(self.number * rois.element_size() // self.masks.itemsize, 1)
         for start in range(0, len(self.masks), sent):
-            if not np.diff(np.searchsorted(inds, [start, start + sent])):
-                continue
-            some = torch.from_numpy(self.masks[start : start + sent]).to(device, copy=True)
-            for first in range(0, len(some), self.number):
-                begin, end = np.searchsorted(inds, start + first + np.array([0, min(self.number, sent - first)]))
-                if begin < end:
-                    masks, boxes = some[first : first + self.number, None].to(rois.dtype), rois[begin:end]
-                    boxes[:, 0] -= start + first
-                    parts.append(roi_align(masks, boxes, out_shape, 1.0, 0, 'avg', True))
-        crops = torch.cat(parts).squeeze(1)
+            begin, end = np.searchsorted(inds, [start, start + sent])
+            if begin < end:
+                crops += self._crop_some(start, sent, inds[begin:end], rois[begin:end], out_shape)
+        crops = torch.cat(crops).squeeze(1)
         crops = (crops >= 0.5 if binarize else crops).cpu().numpy()
         out = np.empty_like(crops)
         out[order] = crops
         return BitmapMasks(out, *out_shape)
+
+    def _number_sent(self, bboxes):
+        """Return how many masks are sent to the device at a time."""
+        return max(self.number * bboxes.itemsize // self.masks.itemsize, 1)
+
+    def _crop_some(self, start, sent, inds, rois, out_shape):
+        """Send the masks from ``start`` on to the device, and return the crops of their boxes."""
+        masks, crops = torch.from_numpy(self.masks[start : start + sent]).to(rois.device, copy=True), []
+        for first in range(0, len(masks), self.number):
+            last = min(first + self.number, len(masks))
+            begin, end = np.searchsorted(inds, [start + first, start + last])
+            if begin < end:
+                boxes = rois[begin:end]
+                boxes[:, 0] -= start + first
+                floats = masks[first:last, None].to(rois.dtype)
+                crops.append(roi_align(floats, boxes, out_shape, 1.0, 0, 'avg', True))
+                del floats  # before the next ones are made
+        return crops
+
+
+def _to_numpy(values):
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)

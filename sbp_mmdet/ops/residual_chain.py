@@ -135,7 +135,8 @@ class _Chain(torch.autograd.Function):
             pairs = [*zip(ctx.layers, tensors[ctx.skipped :], strict=True)]
             layers = layers_of_pass(pairs)
             y, source, saved = _run(members_of(ctx.blocks, layers), x)
-            output = keep(y, layers[0].s.form.storage, positive=True)._replace(activation=RELU)
+            s = layers[0].s
+            output = keep(cast(y, s.dtype), s.form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
             hand_on(y, output)
         norms, tensors_saved = layers[0].norms, []

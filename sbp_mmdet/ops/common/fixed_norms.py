@@ -21,7 +21,7 @@ __all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients
 # Least factor of gradients in fp16, see `FixedNorms.parts_in_half`: dW' may be 128 times as large as fp16's numbers
 # then, and gradients of 1e-5 still have digits.
 _LEAST_FACTOR = 2.0**-7
-_LARGEST_FACTOR = 2.0**10  # in the range of fp16
+_LARGEST_FACTOR = 2.0**10  # its product with gradients of 60 is still in the range of fp16
 # Gradients of the parameters of a convolution with norm, where none is needed.
 NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
@@ -114,8 +114,9 @@ class FixedNorms:
         """Split the factor k of each norm into a factor of the output's gradient and a factor of the weight, for fp16.
 
         With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW'
-        does not; and k W underflows where all k are small. So dy is multiplied by max(k, c) with a small constant c,
-        rounded to fp16 because a GPU multiplies maps of one data type faster, and the weight by the rest of k.
+        does not; and k W underflows where all k are small. So dy is multiplied by k, limited to the range of
+        `_LEAST_FACTOR` to `_LARGEST_FACTOR` and rounded to fp16, because a GPU multiplies maps of one data type faster,
+        and the weight by the rest of k.
 
         Returns:
             dict[int, tuple[Tensor, Tensor]]: Both factors by the layer's number, shapes (D,) and (D, 1, 1, 1).

@@ -54,7 +54,7 @@ def normalise(s, t, z):
         return out, Statistics(mean, rstd), None
     if s.process_group is not None:
         return (_normalise_together_by_kernels if _has_kernels(z) else _normalise_together)(s, t, z)
-    if z.numel() == z.shape[1]:
+    if z.numel() <= z.shape[1]:  # of an empty map, torch's backward pass divides by zero
         raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
     # torch chooses the kernel, as for a plain norm: cuDNN's takes half the time of torch's own. MIOpen is not asked.
     norm = t.norm_weight, t.norm_bias, t.running_mean, t.running_var
