@@ -41,8 +41,11 @@ def test_budgets_and_sizes():
     assert parse_bytes('8GiB') == 8 * 2**30
     assert parse_bytes(' 7.5 gb') == 7_500_000_000
     assert parse_bytes('6000MiB') == 6000 * 2**20
-    for text in ('8', 'much', '-1GB', '0GiB', '8 GiBi'):
+    for text in ('8', 'much', '8 GiBi'):
         with pytest.raises(ValueError, match=f"budget '{text}' cannot be read.*24GiB"):
+            parse_bytes(text)
+    for text in ('-1GB', '0GiB'):
+        with pytest.raises(ValueError, match=f"budget '{text}' must be positive"):
             parse_bytes(text)
     assert parse_size('800x1333') == parse_size('800, 1333') == (800, 1333)
     for text, message in (('800', 'cannot be read'), ('axb', 'cannot be read'), ('16x1333', '32 or more')):
@@ -357,5 +360,9 @@ def test_what_a_config_or_a_preset_changes(tiny, capsys, tmp_path):
     hooked = tmp_path / 'hooked.py'
     hooked.write_text(f"_base_ = '{FRCNN}'\ncustom_hooks = [dict(type='LeanHook', preset='int8')]\n")
     command.main(['report', str(hooked)])
-    assert "preset='int8'" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "preset='int8'" in page and 'changes nothing' not in page
+    command.main(['report', FRCNN])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert 'no LeanHook and no sbp_cfg, so it changes nothing' in first and "preset='exact': " in second
     assert MMLogger.get_current_instance().level == logging.ERROR

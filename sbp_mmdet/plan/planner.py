@@ -80,8 +80,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: If the text cannot be read, or the number is not positive.
     """
-    match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*', str(text), re.IGNORECASE)
-    if not match or not float(match[1]):
+    match = re.fullmatch(r'\s*(-?\d+(?:\.\d+)?)\s*([kmgt]i?b)\s*', str(text), re.IGNORECASE)
+    if match and float(match[1]) <= 0:
+        raise ValueError(f'budget {text!r} must be positive')
+    if not match:
         raise ValueError(
             f"budget {text!r} cannot be read; give a number and a unit: 24GiB for a card that is sold as '24 GB', or "
             '7.5GB for billions of bytes'

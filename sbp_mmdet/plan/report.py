@@ -43,15 +43,21 @@ def list_changes(config: Config, preset: str | None = None) -> list[tuple[str, S
     """
     if preset is not None:
         return [('', Settings.parse(dict(preset=preset), where='--preset'))]
+    return _asked_for(config) or list_changes(config, 'exact')
+
+
+def _asked_for(config):
     hooks = [*model_hooks(config.get('custom_hooks'))]
     changes = [('', hook.settings) for hook in hooks if isinstance(hook, LeanHook)]
     if (cfg := (config.model.get('backbone') or {}).get('sbp_cfg')) is not None:
         changes.append(('backbone', Settings.parse(cfg)))
-    return changes or list_changes(config, 'exact')
+    return changes
 
 
 def _report(args: argparse.Namespace, config: Config) -> None:
     changes = list_changes(config, args.preset)
+    if args.preset is None and not _asked_for(config):
+        print("The config has no LeanHook and no sbp_cfg, so it changes nothing. With preset='exact':")
     try:
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
