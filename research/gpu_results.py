@@ -3,7 +3,7 @@
     python research/gpu_results.py read OUT [--note TEXT]    # OUT: a folder of tools/gpu_report.sh; adds its rows
     python research/gpu_results.py write                     # the tables
 
-Verifications, whole steps, steps with limited memory and modules are taken.
+The first reads verifications, whole steps, steps with limited memory, and modules.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _KEYS = {
     'verify': ('kinds', 'modules', 'outputs', 'gradients'),
     'step': ('peak_bytes', 'reserved', 'context', 'replayed', 'seconds', 'ratio', 'ratio_min', 'ratio_max'),
     'cap': ('peak_bytes', 'reserved', 'context', 'retries', 'seconds', 'reason'),
-    'module': ('peak_bytes', 'error', 'seconds', 'ratio', 'ratio_min', 'ratio_max', 'issue_ratio'),
+    'module': ('peak_bytes', 'error', 'seconds', 'ratio', 'ratio_min', 'ratio_max', 'issue', 'issue_ratio'),
 }
 _PRESETS = {'with_cp': 'checkpointing', 'exact': '`exact`', 'exact_min': '`exact_min`', 'int8': '`int8`'}
 _MORE = {'sampled': '`sampled`', 'sbp': '`sbp`'}
@@ -44,13 +44,13 @@ def read(out: Path, note: str | None) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else dict(runs=[])
     for kind, pattern in _FILES.items():
         for file in sorted(out.glob(pattern)):
-            machine, rows = None, {}
+            machine, every = None, {}
             for line in lines_of(file):
                 machine = line.get('machine', machine)
                 trial, _, preset = line.get('row', '').rpartition('/')
                 if trial in _TRIALS and line.get('state') != 'begun':
-                    rows[trial, preset] = {key: line[key] for key in _KEYS[kind] if key in line}
-            found = {name: row for name, row in rows.items() if _KEYS[kind][0] in row or kind == 'cap' and row}
+                    every[trial, preset] = {key: line[key] for key in _KEYS[kind] if key in line}
+            found = {name: row for name, row in every.items() if _KEYS[kind][0] in row or kind == 'cap' and row}
             for run in results['runs']:
                 if run['kind'] == kind:
                     run['rows'] = [row for row in run['rows'] if (row['trial'], row['preset']) not in found]
@@ -60,7 +60,7 @@ def read(out: Path, note: str | None) -> None:
     write_json(RESULTS, results)
 
 
-def gpu_rows(kind: str) -> dict[tuple[str, str], dict]:
+def measured_rows(kind: str) -> dict[tuple[str, str], dict]:
     """Return the measured rows of a kind by trial and preset, for whole steps by the detector's name in the tables.
 
     Args:
@@ -86,7 +86,7 @@ def tables(needs: dict[tuple[str, str], float]) -> dict[tuple[str, str], str]:
     Returns:
         dict[tuple[str, str], str]: Markdown by page and marker.
     """
-    steps, caps, modules, verified = (gpu_rows(kind) for kind in ('step', 'cap', 'module', 'verify'))
+    steps, caps, modules, verified = (measured_rows(kind) for kind in ('step', 'cap', 'module', 'verify'))
 
     def agreement(key):
         return lambda family: ', '.join(f'{verified[family, preset][key]:.0e}' for preset in ('exact', 'int8'))

@@ -13,7 +13,7 @@ import json
 from typing import NamedTuple
 
 from detector_bytes import backbone_bytes
-from gpu_results import gpu_rows, used_bytes, write_tables
+from gpu_results import measured_rows, used_bytes, write_tables
 from provenance import CHECKOUT, commit, describe_machine, write_json
 from resident_memory import measure_lift
 from tables import COLOURS, markdown_table, panels, save_picture
@@ -184,7 +184,7 @@ def tables(results: dict) -> dict[tuple[str, str], str]:
     shown = [detector for detector in DETECTORS if detector.readme]
     backbones = [detector for detector in DETECTORS if detector.backbone]
     counts, lifts = dict(_by_case(results, 'count')), dict(_by_case(results, 'measure'))
-    measured = gpu_rows('step')
+    measured = measured_rows('step')
 
     def on_a_gpu(detector, variant):
         row = measured.get((detector.head, variant))
@@ -263,7 +263,7 @@ def draw(results: dict) -> None:
     from matplotlib.patches import Patch
 
     shown = [detector for detector in DETECTORS if detector.readme]
-    values, ours = {key: row['needs'] / 1e9 for key, row in _by_case(results, 'count')}, gpu_rows('step')
+    values, ours = {key: row['needs'] / 1e9 for key, row in _by_case(results, 'count')}, measured_rows('step')
     figure, grid = panels(figsize=(9.6, 5.2))
     axes, height, longest = grid[0, 0], 0.16, 0
     for place, detector in enumerate(shown):
