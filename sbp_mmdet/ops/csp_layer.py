@@ -185,7 +185,8 @@ class _Forward:
         member = self.members[i]
         act, storage = member.s.activation, member.s.form.storage
         z, u, self.layers[i] = run_layer(member, x)
-        u = cast(u, z.dtype)
+        if u.dtype is not z.dtype:
+            u = u.to(z.dtype)
         if self.needs is None or (self.minimal and not _saves_output(self.settings, i, member.t.weight)):
             return act(u, inplace=True)
         if self.layers[i] is None:

@@ -14,7 +14,6 @@ from .common.activations import Activation
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.map_norms import affine_of_norm, zero_of
-from .common.precision import cast
 from .common.sign_bits import SignBits
 from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
 
@@ -158,7 +157,7 @@ def run_block(
     *first, final = members.layers
     for i, member in enumerate(first):
         z, out, layer = run_layer(member, out)
-        out = torch.relu_(cast(out, z.dtype))
+        out = torch.relu_(out if out.dtype is z.dtype else out.to(z.dtype))
         layers.append(layer)
         if saves and saves_last and i + 1 == len(first):
             last = _keep_input(member, z, out, layer)

@@ -64,7 +64,7 @@ class Layer(NamedTuple):
             x (Tensor): Input of the layer, in any precision.
         """
         s, t, norms, number, _ = self
-        return convolve(s, t, cast(x, s.dtype), norms, number)
+        return convolve(s, t, x if x.dtype is s.dtype else x.to(s.dtype), norms, number)
 
 
 def layers_of_pass(

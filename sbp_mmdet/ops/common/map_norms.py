@@ -56,9 +56,12 @@ def normalise(s, t, z):
         return (_normalise_together_by_kernels if _has_kernels(z) else _normalise_together)(s, t, z)
     if z.numel() <= z.shape[1]:  # of an empty map, torch's backward pass divides by zero
         raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
-    # torch chooses the kernel, as for a plain norm: cuDNN's takes half the time of torch's own. MIOpen is not asked.
     norm = t.norm_weight, t.norm_bias, t.running_mean, t.running_var
-    cudnn = torch.backends.cudnn.enabled and torch.version.hip is None
+    if not z.is_cuda or torch.version.hip is not None:
+        out, mean, rstd = torch.native_batch_norm(z, *norm, True, s.momentum, s.eps)
+        return out, Statistics(mean, rstd), None
+    # torch chooses the kernel, as for a plain norm: cuDNN's takes half the time of torch's own.
+    cudnn = torch.backends.cudnn.enabled
     out, mean, rstd, reserve, kernel = torch._batch_norm_impl_index(z, *norm, True, s.momentum, s.eps, cudnn)
     return out, Statistics(mean, rstd), reserve if kernel == _CUDNN else None
 
