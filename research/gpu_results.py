@@ -1,7 +1,7 @@
 """Results of the GPU report as a file of docs/results, and their tables in README.md and docs/costs.md.
 
-    python research/gpu_results.py read OUT [--note TEXT]    # OUT: a folder of tools/gpu_report.sh; adds its rows
-    python research/gpu_results.py write                     # the tables
+    python research/gpu_results.py read OUT    # OUT: a folder of tools/gpu_report.sh; adds its rows
+    python research/gpu_results.py write       # the tables
 
 The first reads verifications, whole steps, steps with limited memory, and modules.
 """
@@ -34,12 +34,11 @@ _PRESETS = {'with_cp': 'checkpointing', 'exact': '`exact`', 'exact_min': '`exact
 _MORE = {'sampled': '`sampled`', 'sbp': '`sbp`'}
 
 
-def read(out: Path, note: str | None) -> None:
+def read(out: Path) -> None:
     """Add the rows of a report to the file of results, in place of those that it has of the same trials.
 
     Args:
         out (Path): Folder of the report.
-        note (str | None): Remark about the machine or the code. If ``None``, there is none.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else dict(runs=[])
     for kind, pattern in _FILES.items():
@@ -55,7 +54,7 @@ def read(out: Path, note: str | None) -> None:
                 if run['kind'] == kind:
                     run['rows'] = [row for row in run['rows'] if (row['trial'], row['preset']) not in found]
             rows = [dict(trial=trial, preset=preset, **row) for (trial, preset), row in found.items()]
-            results['runs'].append(dict(kind=kind, machine=machine, **({'note': note} if note else {}), rows=rows))
+            results['runs'].append(dict(kind=kind, machine=machine, rows=rows))
     results['runs'] = [run for run in results['runs'] if run['rows']]
     write_json(RESULTS, results)
 
@@ -92,9 +91,7 @@ def tables(needs: dict[tuple[str, str], float]) -> dict[tuple[str, str], str]:
         return lambda family: ', '.join(f'{verified[family, preset][key]:.0e}' for preset in ('exact', 'int8'))
 
     def spread(row):
-        return (
-            f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})' if row and 'ratio' in row else ''
-        )
+        return f'{row["ratio"]:.2f} ({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
 
     def columns(rows, presets, form):
         def column(preset, head):
@@ -104,7 +101,7 @@ def tables(needs: dict[tuple[str, str], float]) -> dict[tuple[str, str], str]:
 
     def compared(row, name, preset):
         if not row:
-            return ''
+            return 'not reached'
         return f'{used_bytes(row) / 1e9:.1f} ({needs[name, preset] / 1e9:.1f}), {row["peak_bytes"] / 1e9:.2f}'
 
     def limited(row, *_):
@@ -157,11 +154,10 @@ def main():
     actions = parser.add_subparsers(dest='action', required=True)
     reading = actions.add_parser('read', help='add the rows of a report')
     reading.add_argument('out', type=Path, help='folder of the report')
-    reading.add_argument('--note', help='remark about the machine or the code')
     actions.add_parser('write', help='write the tables')
     args = parser.parse_args()
     if args.action == 'read':
-        read(args.out, args.note)
+        read(args.out)
     else:
         from memory_overview import counted_needs
 

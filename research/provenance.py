@@ -88,15 +88,16 @@ def describe_machine(device: torch.device | str = 'cpu') -> dict:
 def commit() -> dict:
     """Return the commit of the checkout that the package runs from, and whether tracked files differ from it.
 
-    Documents and results may differ. Without a checkout, both are ``None``. Without git, the commit is that of the
-    environment variable SBP_COMMIT.
+    Documents and results may differ. Without a checkout, both are ``None``. Whoever copies the files without their
+    history names the commit by the environment variable SBP_COMMIT, which git's answer does not replace.
 
     Returns:
         dict: ``commit`` and ``dirty``.
     """
     # The package may be installed inside of somebody else's checkout: is its own file tracked?
-    if _git('ls-files', '--error-unmatch', PACKAGE) is None:
-        return dict(commit=os.environ.get('SBP_COMMIT'), dirty=None)
+    named = os.environ.get('SBP_COMMIT')
+    if named or _git('ls-files', '--error-unmatch', PACKAGE) is None:
+        return dict(commit=named, dirty=None)
     changed = _git('status', '--porcelain', '--untracked-files=no', '--', ':/', ':(top,exclude)docs')
     return dict(commit=_git('rev-parse', 'HEAD'), dirty=bool(changed))
 

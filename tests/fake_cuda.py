@@ -76,7 +76,7 @@ class _OnePrecision(TorchDispatchMode):
     """Mode that refuses group norms with several precisions, which fake tensors accept and CUDA's kernels do not."""
 
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-        if func.name().startswith('aten::native_group_norm'):
+        if func.name().startswith('aten::native_group_norm') and args[0].is_cuda:
             dtypes = {t.dtype for t in args[: 3 if 'backward' not in func.name() else 2] if t is not None}
             weight = args[4] if 'backward' in func.name() else args[1]
             dtypes |= {weight.dtype} if weight is not None else set()

@@ -126,3 +126,36 @@ def test_on_a_gpu_that_is_not_there(name, preset, dtype):
             if p.requires_grad:
                 grad = gradients[p]
                 assert grad.is_cuda and grad.dtype == p.dtype and grad.shape == p.shape, key
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
+def test_a_gpu_saves_what_is_counted_on_a_cpu(preset):
+    """CUDA's autocast runs group norm in full, but what a chain saves has half the precision, as the planner counts."""
+    counts = []
+    with simulate_gpu() as mode:
+        with unset_fake_temporarily():
+            plain, inputs = build_with_inputs('ResNet-50, GN')
+            module = copy.deepcopy(plain).cpu()
+            apply_lean(module, preset)
+            with torch.autocast('cpu', torch.bfloat16):
+                counts.append(count_saved(lambda: run_module(module, inputs)))
+        move_to_gpu(mode, module)
+        inputs = copy_to_gpu(mode, inputs)
+        with torch.autocast('cuda', torch.bfloat16):
+            counts.append(count_saved(lambda: run_module(module, inputs)))
+    assert counts[0] == counts[1] > 0
+
+
+def count_saved(run):
+    """Return the bytes of the storages that autograd saves, without those of parameters; of fake tensors, too."""
+    saved = []
+
+    def pack(t):
+        if not isinstance(t, nn.Parameter):
+            saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        outs = run()
+    del outs
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}.values())

@@ -75,7 +75,7 @@ def test_rows_of_a_gpu_report_are_read(monkeypatch, tmp_path):
         lines = [dict(machine=machine), dict(row=f'{trial}/int8', preset='int8', state='begun')]
         lines += [dict(row=f'{trial}/{preset}', preset=preset, **row) for preset, row in rows.items()]
         (tmp_path / 'steps.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-        module['read'](tmp_path, None)
+        module['read'](tmp_path)
         return json.loads((tmp_path / 'results.json').read_text())['runs']
 
     plain = dict(peak_bytes=5, reserved=6, context=1, ratio=1.0)

@@ -25,8 +25,7 @@ TOKENS = 42
 
 
 def randomize(module, std=0.3, dtype=torch.float64):
-    """Fill a module with weights that look trained: no zeros, and no norms that are identities. Return it on
-    ``DEVICE``."""
+    """Fill a module on ``DEVICE`` with weights that look trained: no zeros, and no norms that are identities."""
     for name, p in module.named_parameters():
         p.data.normal_(0, std / max(p.shape[-1], 1) ** 0.5 if p.dim() > 1 else 0.1)
         if 'norms' in name and name.endswith('weight'):

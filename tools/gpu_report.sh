@@ -10,7 +10,7 @@
 #   --wheels DIR   first install the wheels in DIR or DIR/wheels (of mmcv, mmdet and so on) into a folder below --out
 #   --rehearse     run everything with tiny sizes on a CPU
 #   SBP_PYTHON     the python with torch (default python3)
-#   SBP_COMMIT     the commit, if there is no git
+#   SBP_COMMIT     the commit, if the files come without their history
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
