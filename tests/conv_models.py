@@ -43,6 +43,7 @@ BACKBONES = {
     'ResNeSt': (dict(type='ResNeSt', depth=50, base_channels=16, radix=2, avg_down_stride=True), 0.6, 0.45),
     'HRNet': (dict(type='HRNet', extra=HRNET), 0.53, 0.2),
     'CSPNeXt': (dict(type='CSPNeXt', deepen_factor=0.167, widen_factor=0.125), 0.5, 0.25),
+    'CSPNeXt, GN': (dict(type='CSPNeXt', deepen_factor=0.167, widen_factor=0.125, norm_cfg=GN), 0.5, 0.25),
     'CSPDarknet': (dict(type='CSPDarknet', deepen_factor=0.33, widen_factor=0.125), 0.4, 0.15),
     'Darknet': (dict(type='Darknet', depth=53, norm_eval=False), 0.5, 0.15),
     'EfficientNet': (dict(type='EfficientNet', arch='b0', drop_path_rate=0.0), 0.55, 0.2),

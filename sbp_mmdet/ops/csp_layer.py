@@ -150,9 +150,11 @@ class _Forward:
 
     def run(self, x: Tensor, gate) -> Tensor:
         """Return the output."""
-        s, given, x = self.settings, x, cast(x, self.settings.layers[0].dtype)
-        form = s.layers[0].form
-        source = kept(given, x, form.storage) if self._needs_source() else None
+        s, given, first = self.settings, x, self.settings.layers[0]
+        x = cast(x, first.dtype)
+        source = kept(given, x, first.form.storage) if self._needs_source() else None
+        if first.norm == 'group' and x.is_cuda:
+            x = given  # CUDA's autocast runs group norm in full, so the maps between convolutions are not rounded
         if not s.whole:
             y = self._blocks(x, 0)
             self.saved = CSPSaved(source, tuple(self.sums))
@@ -164,8 +166,8 @@ class _Forward:
         del short
         pooled = inside = None
         if gate[0] is not None:
-            pooled = both.mean((2, 3), keepdim=True)
-            inside = torch.conv2d(pooled, *[cast(p, both.dtype) for p in gate])
+            pooled = cast(both.mean((2, 3), keepdim=True), first.dtype)
+            inside = torch.conv2d(pooled, *[cast(p, first.dtype) for p in gate])
             both = both * F.hardsigmoid(inside)
         self.saved = CSPSaved(source, tuple(self.sums), pooled, inside)
         y = self._layer(len(self.members) - 1, both)
@@ -185,8 +187,6 @@ class _Forward:
         member = self.members[i]
         act, storage = member.s.activation, member.s.form.storage
         z, u, self.layers[i] = run_layer(member, x)
-        if u.dtype is not z.dtype:
-            u = u.to(z.dtype)
         if self.needs is None or (self.minimal and not _saves_output(self.settings, i, member.t.weight)):
             return act(u, inplace=True)
         if self.layers[i] is None:
@@ -209,7 +209,8 @@ class _Forward:
             if n and n % GROUP == 0 and self.needs is not None:
                 # The output of a block without a shortcut is that of its last layer.
                 is_saved = not self.settings.adds[n - 1] and self.maps[i - 1] is not None
-                self.sums.append(None if is_saved else keep(x, self.members[i].s.form.storage))
+                s = self.members[i].s
+                self.sums.append(None if is_saved else keep(cast(x, s.dtype), s.form.storage))
             given = x
             for _ in range(number):
                 x = self._layer(i, x)
