@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
 
-BACKBONES = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', 'ResNeXt-50', 'CSPNeXt', 'CSPNeXt, GN', 'HRNet', 'Res2Net']
+BACKBONES = ['ResNet-18, training', 'ResNet-50', 'ResNet-50, GN', 'ResNeXt-50', 'HRNet', 'Res2Net']
+BACKBONES += ['CSPNeXt', 'CSPNeXt, GN']
 DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16)
 LAYERS = ['FFN', 'attention', 'Mask2Former decoder']
 KERNELS = ['deformable encoder', 'deformable decoder', 'Grounding DINO decoder', 'Mask2Former']  # mmcv's, none fake

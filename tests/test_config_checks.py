@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmengine.structures import InstanceData
 
 from sbp_mmdet.plan import command
-from sbp_mmdet.plan.config_checks import check_config, find_small_heads
+from sbp_mmdet.plan.config_checks import check_config, count_data_classes, find_small_heads
 from sbp_mmdet.plan.pipeline import CannotRun
 from sbp_mmdet.plan.rehearse import refuse_more_classes
 from sbp_mmdet.plan.variants import load_config
@@ -183,3 +183,15 @@ def test_heads_that_do_not_tell_classes_apart_may_have_one():
     heads = [dict(type='FCNMaskHead', num_classes=1, class_agnostic=agnostic) for agnostic in (True, False)]
     found = [find_small_heads(Config(dict(model=dict(roi_head=dict(mask_head=head)))), 3) for head in heads]
     assert found == [{}, {'roi_head.mask_head': 1}]
+
+
+def test_classes_that_a_config_names():
+    """Those of metainfo come first; then those of the class; a wrapper has the most of its parts."""
+    coco, two = dict(type='CocoDataset'), dict(type='CocoDataset', metainfo=dict(classes=('cup', 'plate')))
+    panoptic = dict(type='CocoPanopticDataset')
+    joined = dict(type='ConcatDataset', datasets=[two, dict(two, metainfo=dict(classes=('cup',)))])
+    cases = [(coco, 80), (two, 2), (panoptic, 80), (dict(panoptic, metainfo=two['metainfo']), 2), (joined, 2)]
+    cases += [(dict(type='RepeatDataset', times=2, dataset=two), 2), (None, 0), (dict(type='Unknown'), 0)]
+    cases += [(dict(coco, metainfo=dict(classes='classes.txt')), 0)]
+    cases += [(dict(coco, metainfo=dict(palette=[(0, 0, 0)])), 80)]
+    assert [count_data_classes(dataset) for dataset, _ in cases] == [number for _, number in cases]

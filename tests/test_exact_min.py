@@ -12,9 +12,11 @@ from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.models.vit import SBPViT
 from sbp_mmdet.plan.memory import SavedByPart
 from sbp_mmdet.plan.variants import checkpoint_everything, load_config
+from sbp_mmdet.verify.checks import verify_modules
 
 CHANNELS, NUMBER = [8, 16, 32], 3
 NECKS = {
@@ -89,6 +91,22 @@ def test_gradients_are_plain_and_less_is_stored(neck, head):
     assert least_stored < stored
     remove_lean(least)
     assert [type(m) for m in least.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_the_first_step_counts_what_recomputed_parts_save():
+    """Changed or not, what lies outside of neck and head saves the same."""
+    outside, found = set(), []
+    for preset in ('exact', 'exact_min'):
+        model = _detector('FPN', 'RPNHead')
+        plain_bytes = _step(copy.deepcopy(model))[0]
+        changed = apply_lean(model, preset, modules=['neck', 'bbox_head'], verify=False).changed
+        lean_bytes = _step(copy.deepcopy(model))[0]
+        images = torch.ones(2, 3, 32, 48, dtype=torch.float64)
+        names = [name for name in changed if isinstance(model.get_submodule(name), LeanModule)]
+        found.append(verify_modules(model, names, lambda model, images=images: model(images)).stored)
+        outside |= {plain_bytes - found[-1]['before'], lean_bytes - found[-1]['now']}
+    assert len(outside) == 1
+    assert found[1]['now'] < found[0]['now'] < found[0]['before']
 
 
 def test_necks_of_several_parts_are_recomputed_part_by_part():

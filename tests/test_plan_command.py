@@ -217,6 +217,10 @@ def test_what_the_run_needs_beside_its_steps(planning, capsys):
     assert 'Validation is not counted, which pastes masks into images of their full size;' in pages[2]
     assert "needs mmpretrain for mmpretrain.ConvNeXt, which is not installed. type='SBPConvNeXt'" in pages[2]
     assert 'mmpretrain' not in pages[0]
+    assert 'num_classes' not in pages[0]
+    few = ['train_dataloader.dataset.metainfo.classes=a,b,c', 'model.roi_head.bbox_head.num_classes=2']
+    command.main(['plan', FRCNN, '--budget', '8GiB', '--size', '64x64', '--cfg-options', *few])
+    assert 'model.roi_head.bbox_head: num_classes=2, but the config names 3 classes' in capsys.readouterr().out
 
 
 def test_images_without_boxes_have_none(planning, capsys, monkeypatch):

@@ -23,7 +23,7 @@ from mmengine.runner import Runner
 
 from .batch_size import find_largest_batches
 from .check import check
-from .config_checks import add_config, find_missing_import, find_own_hooks
+from .config_checks import add_config, count_data_classes, find_missing_import, find_own_hooks, find_small_heads
 from .counts import count_step, count_variants, end_progress, list_presets
 from .errors import describe_error
 from .inputs import add_inputs, count_crowded_boxes, find_classes, find_training_inputs
@@ -262,6 +262,12 @@ def _describe_run(config):
         )
     if config.get('compile'):
         lines.append(f'Not counted: compile={config.compile!r}; compiled parts store and recompute what torch chooses.')
+    classes = count_data_classes((config.get('train_dataloader') or {}).get('dataset'))
+    for name, number in find_small_heads(config, classes).items():
+        lines.append(
+            f'model.{name}: num_classes={number}, but the config names {classes} classes of training data; set '
+            f'num_classes={classes} in every head of the model, or correct metainfo.'
+        )
     if own := find_own_hooks(config):
         lines.append(f'Not counted: what {", ".join(own)} may hold on the GPU; sbp-mmdet rehearse measures that too.')
     collation = name_of((config.get('train_dataloader') or {}).get('collate_fn') or {})

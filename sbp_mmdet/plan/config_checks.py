@@ -3,13 +3,21 @@
 import argparse
 import itertools
 
-from mmdet.registry import HOOKS, MODELS
+from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.config import Config, DictAction
 
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
 
-__all__ = ['add_config', 'check_config', 'find_missing_import', 'find_own_hooks', 'find_small_heads', 'list_imports']
+__all__ = [
+    'add_config',
+    'check_config',
+    'count_data_classes',
+    'find_missing_import',
+    'find_own_hooks',
+    'find_small_heads',
+    'list_imports',
+]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
@@ -133,6 +141,26 @@ def find_small_heads(config: Config, classes: int) -> dict[str, int]:
             if isinstance(number, int) and number < classes and ours and not head.get('class_agnostic'):
                 small.setdefault(name, number)
     return small
+
+
+def count_data_classes(dataset: dict | None) -> int:
+    """Return the number of classes that the config of a data set names; 0 if it names none.
+
+    They are those of its ``metainfo``, or else those of its class. Of a panoptic data set, only things have boxes.
+
+    Args:
+        dataset (dict | None): Config of a data set, or of a wrapper of data sets.
+    """
+    if not isinstance(dataset, dict):
+        return 0
+    if inner := dataset.get('datasets') or dataset.get('dataset'):
+        return max(map(count_data_classes, inner if isinstance(inner, (list, tuple)) else [inner]))
+    kind = dataset.get('type')
+    kind = DATASETS.get(kind) if isinstance(kind, str) else kind
+    for names in (dataset.get('metainfo') or {}, getattr(kind, 'METAINFO', {})):
+        if classes := names.get('thing_classes') or names.get('classes'):
+            return 0 if isinstance(classes, str) else len(classes)  # a text is the name of a file
+    return 0
 
 
 def find_own_hooks(config: Config) -> list[str]:

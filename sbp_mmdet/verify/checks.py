@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..adapters import LeanModule
+from ..checkpointed_parts import CheckpointedLevels
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
@@ -20,9 +20,10 @@ from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_a_t
 from .eight_bits import check_eight_bits
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
 from .kinds import described, settings_of
-from .module_run import bridge, floating, storage_of
+from .module_run import bridge, floating
 from .parts_of_inputs import first_part
 from .random_parts import Disagreement
+from .saved_bytes import SavedBytes
 
 __all__ = ['Findings', 'Kind', 'verify_modules']
 
@@ -72,6 +73,7 @@ class Findings:
         autocast (bool): Whether autocast was enabled. Default: False.
         synced (bool): Whether norms were compared without the statistics of other processes. Default: False.
         silent (list[str]): Names of changed modules that did not run. Default: empty.
+        recomputed (int): Bytes of the inputs of recomputed parts, which save nothing else. Default: 0.
     """
 
     kinds: list = dataclasses.field(default_factory=list)
@@ -80,6 +82,7 @@ class Findings:
     autocast: bool = False
     synced: bool = False
     silent: list = dataclasses.field(default_factory=list)
+    recomputed: int = 0
 
     @property
     def compared(self) -> list[Kind]:
@@ -89,7 +92,8 @@ class Findings:
     @property
     def stored(self) -> dict[str, int]:
         """Bytes saved for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
-        return {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
+        stored = {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
+        return dict(stored, now=stored['now'] + self.recomputed)
 
     def __str__(self):
         if self.skipped:
@@ -152,7 +156,7 @@ def verify_modules(
     ran = {name for kind in findings.kinds for name in kind.modules}
     findings.silent = [] if findings.skipped else [name for name in names if name not in ran]
     findings.synced = get_world_size() > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-    watch.count()
+    findings.recomputed = watch.saved.count()
     failed = _reduce_over_ranks([name in findings.failed for name in names], device, 'max')
     for name, bad in zip(names, failed, strict=True):
         if bad:
@@ -172,6 +176,15 @@ class _Watched(Mixin):
 
     def forward(self, *args, **kwargs):
         return vars(self)['_watch'](super().forward, args, kwargs)
+
+
+class _Part(Mixin):
+    """Mixin of recomputed parts of the copy: it notes their inputs."""
+
+    def forward(self, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            vars(self)['_note'](args, kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class _Bridge(Mixin):
@@ -197,22 +210,30 @@ class _Watch:
 
     def __init__(self, model, names, findings, every):
         self.model, self.findings, self.every = model, findings, every
-        self.names, self.classes, self.kinds, self.calls, self.references = {}, {}, {}, [], []
+        self.names, self.classes, self.kinds, self.saved = {}, {}, {}, SavedBytes()
         self.around = []  # changed modules whose own code is running; they count the bytes of modules inside of them
         self.devices = {t.device for t in (*model.parameters(), *model.buffers())}
         modules = dict(model.named_modules())
-        checkpointed = [name for name, module in modules.items() if isinstance(module, Checkpointed)]
-        self.inside = {
-            id(module)
-            for outer in checkpointed
-            for name, module in modules.items()
-            if name == outer or not outer or name.startswith(f'{outer}.')
-        }
+        self.recomputed = set()  # ids of modules in parts that are checkpointed
+        for module in modules.values():  # a part before the modules in it
+            if isinstance(module, (Checkpointed, CheckpointedLevels)) and id(module) not in self.recomputed:
+                self.recomputed.update(map(id, module.modules()))
+                self._note_inputs(module)
         for name in names:
             self.names.setdefault(id(modules[name]), name)
         for module in modules.values():
             if isinstance(module, LeanModule):
                 self._prepare(module)
+
+    def _note_inputs(self, part):
+        """Make a recomputed part count its inputs."""
+
+        def note(args, kwargs):
+            if not self.around:
+                self.saved.add(None, ('now',), (args, kwargs))
+
+        mix_in(part, _Part)
+        vars(part)['_note'] = note
 
     def _prepare(self, module):
         place = module._lean
@@ -233,7 +254,9 @@ class _Watch:
             return forward(*args, **kwargs)
         kind = self._find_kind(module, args, kwargs)
         bridged = self._find_bridged(module)
-        keys = () if id(module) in self.inside else self._list_counts(kind, module)
+        keys = self._list_counts(kind, module)
+        if id(module) in self.recomputed:
+            keys = [key for key in keys if key != 'now']
         if not bridged:
             self.around.append(module)
         try:
@@ -242,7 +265,7 @@ class _Watch:
             if not bridged:
                 self.around.pop()
         if keys:
-            self.calls.append((kind, keys, self._list_storages((args, kwargs)), self._list_storages(out)))
+            self.saved.add(kind, keys, (args, kwargs), out)
         return out
 
     def _list_counts(self, kind, module):
@@ -375,26 +398,3 @@ class _Watch:
         """Return the changed blocks inside of a module."""
         inside = [m for m in module.modules() if m is not module and id(m) in self.classes]
         return [m for m in inside if self.classes[id(m)].lean.checkpointed]
-
-    def _list_storages(self, tree):
-        tensors = floating(tree)
-        self.references += [StorageWeakRef(t.untyped_storage()) for t in tensors]  # keep addresses from being reused
-        return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
-
-    def count(self) -> None:
-        """Sum up the bytes that the calls of all modules save. A feature map that two of them save counts once."""
-        counted = dict(now=set(), before=set(), with_cp=set())
-        for kind, keys, inputs, outputs in self.calls:
-            for key in keys:
-                counted_here = counted[key]
-                stored = kind.stored.get('before' if key == 'with_cp' else key)
-                if stored is None:
-                    continue
-                counts = [(inputs, stored.inputs), (outputs, stored.outputs)]
-                saved = [tensors[i] for tensors, which in counts for i in which if i < len(tensors)]
-                inside = stored.inside
-                if key == 'with_cp' and kind.checkpointed:
-                    inside, saved = 0, inputs
-                new = dict(entry for entry in saved if entry[0] not in counted_here)
-                counted_here.update(new)
-                kind.bytes[key] += inside + sum(new.values())
