@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 from cases import Largest
+from fake_cuda import simulate_gpu
 from mmdet.models.task_modules.assigners import BboxOverlaps2D, MaxIoUAssigner
 from mmdet.registry import TASK_UTILS
-from mmdet.structures.bbox import bbox_overlaps
+from mmdet.structures.bbox import HorizontalBoxes, bbox_overlaps
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.chunked_targets import assigners, targets_in_chunks
+from sbp_mmdet.chunked_targets import assigners, overlaps, targets_in_chunks
 from sbp_mmdet.plan.memory import LiveBytes
 
 CONFIGS = [dict(type='DynamicSoftLabelAssigner', topk=13), dict(type='SimOTAAssigner', center_radius=2.5)]
@@ -152,6 +153,53 @@ def test_pairs_are_compared_once(shape, pairs):
     same = calculator(first, first + 1, is_aligned=True)
     assert torch.equal(same, bbox_overlaps(first, first + 1, is_aligned=True))
     assert type(calculator).__name__ == 'BboxOverlaps2D' and calculator.scale == 1.0
+
+
+def boxes_of_any_kind(number, seed):
+    """Return boxes among which some are empty, turned inside out, not finite or equal to others."""
+    g = torch.Generator().manual_seed(seed)
+    boxes = torch.rand(number, 4, generator=g) * 100
+    boxes[:, 2:] += boxes[:, :2]
+    boxes[:3, 2:] = boxes[:3, :2] - torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, -3.0]])
+    boxes[3], boxes[4, 1], boxes[5, 3] = torch.tensor([10.0, 10.0, 60.0, 60.0]), torch.nan, torch.inf
+    return boxes
+
+
+@pytest.mark.parametrize('pairs', [3, 100, 2**20])
+@pytest.mark.parametrize('shape', [(9, 40), (40, 9)], ids=str)
+@pytest.mark.parametrize('kind', ['fp32', 'fp64', 'scores', 'containers', 'trained', 'fp16', 'both precisions'])
+def test_overlaps_are_those_of_mmdet_to_the_last_bit(shape, kind, pairs):
+    first, second = (boxes_of_any_kind(n, n) for n in shape)
+    if kind in ('fp64', 'both precisions'):
+        first, second = first.double(), second.double() if kind == 'fp64' else second
+    if kind == 'scores':
+        first = torch.cat([first, first[:, :1]], 1)
+    if kind == 'containers':
+        first, second = HorizontalBoxes(first), HorizontalBoxes(second)
+    if kind == 'trained':
+        first.requires_grad_()
+    head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
+    head.assigner.iou_calculator = BboxOverlaps2D(100.0, 'fp16') if kind == 'fp16' else BboxOverlaps2D()
+    own = copy.copy(head.assigner.iou_calculator)
+    targets_in_chunks(head, pairs=pairs)
+    for mode in ('iou', 'iof', 'giou'):
+        actual, expected = head.assigner.iou_calculator(first, second, mode), own(first, second, mode)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        assert actual.requires_grad == expected.requires_grad
+
+
+@pytest.mark.parametrize(('device', 'strips'), [('cuda', 3), ('cpu', 5)])
+def test_a_gpu_compares_more_pairs_at_a_time(device, strips, monkeypatch):
+    monkeypatch.setattr(assigners, '_IN_CACHES', 2000)
+    head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
+    targets_in_chunks(head, pairs=1000)
+    write, shapes = overlaps.write_overlaps, []
+    monkeypatch.setattr(overlaps, 'write_overlaps', lambda out, *boxes: (shapes.append(out.shape), write(out, *boxes)))
+    with simulate_gpu():
+        first, second = (torch.empty(n, 4, device=device) for n in (900, 10))
+        found = head.assigner.iou_calculator(first, second)
+        assert found.device.type == device and found.shape == (900, 10)
+    assert len(shapes) == strips and sum(rows for rows, _ in shapes) == 900
 
 
 class Calculator:

@@ -19,8 +19,10 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
       image of 800 x 1344 pixels. In chunks, a float copy is made for each object, and ``masks`` of them exist at a
       time.
     - An assigner compares all priors with all ground-truth boxes, which takes nine numbers for each pair; the dynamic
-      ones (SimOTA, RTMDet's) do so in each class. In chunks, ``pairs`` of them exist at a time, and one number remains;
-      further matrices of all pairs, such as the distances of ATSS, are the assigner's own and stay.
+      ones (SimOTA, RTMDet's) do so in each class. In chunks, ``pairs`` of them exist at a time, and one number remains.
+      IoU and IoF in full precision are computed in place, with two further numbers for each pair, and for up to four
+      times as many pairs at a time. Further matrices of all pairs, such as the distances of ATSS, are the assigner's
+      own and stay.
     - Mask2Former holds the masks of a batch as integers of eight bytes, and MaskFormer's losses save ten maps of the
       size of an image for each object and decoder layer. In chunks, masks take a byte, and these losses are
       checkpointed.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..chunked_targets import overlaps as in_place
 from ..chunked_targets.mask_heads import CroppedInChunks
 from ..ops.common.layouts import CHUNK
 
@@ -207,7 +208,7 @@ class _Unneeded:
     def crops_and_overlaps(self):
         """Run the crop of masks and the overlaps of many boxes by :meth:`_run`, within the context."""
         crop, of_boxes = BitmapMasks.crop_and_resize, iou2d_calculator.bbox_overlaps
-        crop_in_chunks = CroppedInChunks.crop_and_resize
+        crop_in_chunks, write_overlaps = CroppedInChunks.crop_and_resize, in_place.write_overlaps
 
         def crop_and_resize_in_chunks(masks, *args, **kwargs):
             return self._run(crop_in_chunks, masks, *args, **kwargs)
@@ -227,7 +228,14 @@ class _Unneeded:
             _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode)
             return result
 
+        def overlaps_in_place(out, first, second, mode='iou'):
+            if self._compute or out.numel() < _MANY_PAIRS:
+                return write_overlaps(out, first, second, mode)
+            self._run(write_overlaps, out, first, second, mode)
+            _write_overlaps(of_boxes, out, first, second, mode)
+
         with (
+            mock.patch.object(in_place, 'write_overlaps', overlaps_in_place),
             mock.patch.object(BitmapMasks, 'crop_and_resize', crop_and_resize),
             mock.patch.object(CroppedInChunks, 'crop_and_resize', crop_and_resize_in_chunks),
             mock.patch.object(iou2d_calculator, 'bbox_overlaps', overlaps),
