@@ -53,6 +53,18 @@ MISTAKES = {
         "custom_imports = dict(imports=['raises_in_test'], allow_failed_imports=True)",
         'raises_in_test cannot be imported: ZeroDivisionError',
     ),
+    "another arch's neck": (
+        OURS,
+        "model = dict(backbone=dict(arch='tiny'))",
+        r'model.neck: in_channels=\[40, 80, 160, 320\], but SBPConvNeXt gives 4 maps of \[96, 192, 384, 768\] channels '
+        r'.*set model.neck.in_channels=\[96, 192, 384, 768\], or another arch',
+    ),
+    'maps that the neck does not expect': (
+        OURS,
+        'model = dict(backbone=dict(out_indices=(1, 2, 3)))',
+        r'gives 3 maps of \[80, 160, 320\] channels \(out_indices=\[1, 2, 3\]\)',
+    ),
+    'an argument of another backbone': (OURS, 'model = dict(backbone=dict(depth=50))', "unexpected keyword.*'depth'"),
     'a hook among those of the runner': (
         FRCNN,
         "default_hooks = dict(lean=dict(type='LeanHook'))",

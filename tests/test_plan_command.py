@@ -160,7 +160,7 @@ def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('report', 'nowhere.py'), 'nowhere.py does not exist'),
         (('report', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and applies to no module"),
-        (('report', RETINA, '--preset', 'fast'), "invalid choice: 'fast'"),
+        (('report', RETINA, '--preset', 'fast'), "preset='fast' is unknown"),
     ],
 )
 def test_bad_input(words, message, capsys, monkeypatch):
@@ -194,6 +194,29 @@ def planning(monkeypatch):
     return SimpleNamespace(peaks=peaks, hooks=hooks)
 
 
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['plan', FRCNN, '--budget', '-4GiB'], '-4GiB'),
+        (['report', FRCNN, '--preset', 'papers'], "preset='papers' is unknown; did you mean 'sbp'?"),
+        (['verify', FRCNN, '--preset', 'exakt'], "preset='exakt' is unknown; did you mean 'exact'?"),
+        (['verify', FRCNN, '--preset', 'with_cp'], 'there is nothing to verify'),
+    ],
+    ids=str,
+)
+def test_errors_are_one_line_without_the_usage(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and line.startswith('sbp-mmdet: error: ') and said in line
+
+
+def test_an_assertion_without_a_message_is_named_by_its_code():
+    options = ['--size', '64x64', '--cfg-options', 'model.backbone.out_indices=1,2,3']
+    with pytest.raises(SystemExit, match=r'AssertionError: assert len\(inputs\) == len\(self.in_channels\) \(fpn.py'):
+        command.main(['plan', FRCNN, '--budget', '8GiB', *options])
+
+
 def test_cudnn_benchmark_is_not_counted_and_turned_off(planning, capsys):
     """With it, mmdet's SSD needs five times its tensors; an answer that it fits would be wrong."""
     planning.peaks.update(none=1)
@@ -214,7 +237,7 @@ def test_what_the_run_needs_beside_its_steps(planning, capsys):
         pages.append(capsys.readouterr().out)
     said = 'Validation is not counted; sbp-mmdet rehearse runs a step of it'
     assert said in pages[0] and 'Validation' not in pages[1]
-    assert 'Validation is not counted, which pastes masks into images of their full size;' in pages[2]
+    assert 'Validation, which pastes masks into full-size images, is not counted;' in pages[2]
     assert "needs mmpretrain for mmpretrain.ConvNeXt, which is not installed. type='SBPConvNeXt'" in pages[2]
     assert 'mmpretrain' not in pages[0]
     assert 'num_classes' not in pages[0]
@@ -256,7 +279,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     page = capsys.readouterr().out
     assert 'fits into 8.00 GiB with exact. Train with this config:\n\n_base_ = ' in page and "preset='sbp'" not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: of the pipeline; sizes of images: COCO' in page
-    assert '1 batch in 1,000 is as large as' in page and 'a usual one is 800 x 1' in page
+    assert 'one batch in 1,000 reaches' in page and 'the median is 800 x 1' in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
     with pytest.raises(SystemExit) as stopped:

@@ -21,6 +21,7 @@ from test_plan_sizes import coco, config_of
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
 from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
+from sbp_mmdet.plan.quiet import without_reading_of_annotations
 from sbp_mmdet.plan.rehearse import DoesNotFit, build_largest_batch
 from sbp_mmdet.plan.restored import restored_state
 
@@ -309,6 +310,15 @@ def test_the_command(project, monkeypatch, capfd):
         main(['rehearse', str(path), '--budget', '8GiB'])
     assert caught.value.code == 0
     said = capfd.readouterr()
-    line = said.out.splitlines()[-1]
+    (line,) = said.out.splitlines()
     assert 'boxes each, needs' in line and ': it fits' in line and 'validation on 1 image' in line
     assert 'Hook' not in (said.out + said.err).replace('RehearseHook', '')
+
+
+def test_only_lines_of_pycocotools_are_dropped(capsys):
+    with without_reading_of_annotations():
+        print('loading annotations into memory...\nDone (t=0.01s)')
+        print('creating index...', 'of mine')
+        print('index created!')
+        print('not ended', end='')
+    assert capsys.readouterr().out == 'creating index... of mine\nnot ended'

@@ -207,23 +207,10 @@ def check_backbone(config: Config) -> None:
             raise PreflightError(f'{config.filename}, {name}: {error}{remedy}') from error
         _check_scales(config, getattr(backbone, 'min_size', 1))
         if node is config.model.get('backbone'):
-            _check_neck(config, name, backbone)
+            from sbp_mmdet.plan.config_checks import find_neck_mismatch  # noqa: PLC0415  the config has imported it
 
-
-def _check_neck(config, name, backbone):
-    """Find a neck whose input channels differ from the backbone's maps, for example those of another arch."""
-    widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
-    neck = config.model.get('neck') or {}
-    neck = neck[0] if isinstance(neck, (list, tuple)) else neck
-    given = neck.get('in_channels')
-    if not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
-        return
-    there = [widths[i] for i in backbone.out_indices]
-    if [*given] != there:
-        raise PreflightError(
-            f'{config.filename}, model.neck: in_channels={[*given]}, but {name} gives {len(there)} maps of {there} '
-            f'channels (out_indices={[*backbone.out_indices]}); set model.neck.in_channels={there}, or another arch'
-        )
+            if problem := find_neck_mismatch(config.model, name, backbone):
+                raise PreflightError(f'{config.filename}, {problem}')
 
 
 def _check_hooks(config):

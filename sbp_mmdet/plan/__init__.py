@@ -2,7 +2,11 @@
 
 import contextlib
 import io
+import warnings
 
-# onedl-mmdetection prints lines to stdout when its data sets are imported, and --json writes to stdout for scripts.
-with contextlib.redirect_stdout(io.StringIO()):
-    import mmdet.datasets  # noqa: F401
+# onedl-mmdetection prints lines to stdout when its data sets are imported, and --json writes to stdout for scripts. Its
+# metrics warn of a package that none of ours needs.
+with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    warnings.filterwarnings('ignore', 'faster_coco_eval is not installed')
+    import mmdet.datasets
+    import mmdet.evaluation  # noqa: F401

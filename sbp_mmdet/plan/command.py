@@ -13,8 +13,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -29,6 +31,7 @@ from .errors import describe_error
 from .inputs import add_inputs, count_crowded_boxes, find_classes, find_training_inputs
 from .pipeline import CannotRun
 from .planner import CONTEXT, MARGIN, OWN, WORKSPACES, choose_row, parse_bytes, parse_size
+from .quiet import without_reading_of_annotations
 from .rehearse import DoesNotFit, RehearseHook
 from .report import add_report
 from .snippet import format_heading, snippet
@@ -55,11 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
     add_report(verbs)
     add_verify(verbs)
     verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
-    args = parser.parse_args(arguments)
+    whole = arguments is None
+    args = parser.parse_args(_joined(sys.argv[1:] if whole else arguments))
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
-    args.answer, whole = '', arguments is None
+    args.answer = ''
+    warnings.filterwarnings('ignore', 'torch.meshgrid: in an upcoming release')  # of mmdet's code
     try:
         with _stdout_for_the_answer(args, whole) if getattr(args, 'json', False) else contextlib.nullcontext():
             config = load_config(args.config, args.cfg_options)
@@ -68,7 +73,19 @@ def main(arguments: list[str] | None = None) -> None:
             args.run(args, config)
     except ValueError as error:
         instead = isinstance(error, CannotRun) and hasattr(args, 'size')
-        parser.error(f'{error}{"; give the size of the images, for example --size 800x1333" if instead else ""}')
+        remedy = '; give the size of the images, for example --size 800x1333' if instead else ''
+        parser.exit(2, f'sbp-mmdet: error: {error}{remedy}\n')  # without the usage, which would hide it
+
+
+def _joined(arguments):
+    """Join ``--budget`` and a negative value, which argparse would take for an option without a name."""
+    joined = []
+    for word in arguments:
+        if joined[-1:] == ['--budget'] and re.match(r'-\d', word):
+            joined[-1] = f'--budget={word}'
+        else:
+            joined.append(word)
+    return joined
 
 
 @contextlib.contextmanager
@@ -228,12 +245,13 @@ def _format_plan(args, config, inputs, budget, rows, best, lines):
             Column('allocated', lambda row: format_gib(row['allocated'])),
             Column('reserved', lambda row: format_gib(row['reserved'])),
         ]
-    description = f'{inputs.batch} images of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
+    images = '1 image' if inputs.batch == 1 else f'{inputs.batch} images'
+    description = f'{images} of {inputs.height} x {inputs.width} with {args.boxes} boxes each'
     table = format_table(columns, [row._asdict() for row in rows])
     usual = ''
     if inputs.usual:
         rare, middle = (f'{height} x {width}' for height, width in (inputs.rare, inputs.usual))
-        usual = f'; 1 batch in 1,000 is as large as {rare}, a usual one is {middle}'
+        usual = f'; one batch in 1,000 reaches {rare}, the median is {middle}'
     cuda = f'gaps between tensors, {MARGIN:.0%} and {format_gib(WORKSPACES + CONTEXT)} for CUDA'
     note = f'Largest batch: {description} ({inputs.source}{usual}); with {cuda}.'
     note += _describe_run(config)
@@ -253,8 +271,8 @@ def _describe_run(config):
     """Return lines on what a training needs besides its steps: validation, and packages that are missing."""
     lines = []
     if config.get('val_dataloader') and config.get('val_cfg'):
-        masks = ', which pastes masks into images of their full size' if find_classes(config)[1] else ''
-        lines.append(f'Validation is not counted{masks}; sbp-mmdet rehearse runs a step of it on your largest image.')
+        masks = ', which pastes masks into full-size images,' if find_classes(config)[1] else ''
+        lines.append(f'Validation{masks} is not counted; sbp-mmdet rehearse runs a step of it on your largest image.')
     if (config.get('env_cfg') or {}).get('cudnn_benchmark'):
         lines.append(
             'Not counted: cudnn_benchmark=True tries kernels whose workspaces may take gigabytes. The answer is for '
@@ -354,9 +372,10 @@ def _rehearse(args, config):
     with tempfile.TemporaryDirectory() as folder:
         config.work_dir = folder
         try:
-            runner = _Runner.from_cfg(config)
-            runner.register_hook(RehearseHook(budget=args.budget, stop=True))
-            runner.train()
+            with without_reading_of_annotations():
+                runner = _Runner.from_cfg(config)
+                runner.register_hook(RehearseHook(budget=args.budget, stop=True))
+                runner.train()
         except DoesNotFit as error:
             raise SystemExit(str(error)) from None
         except CannotRun as error:

@@ -3,8 +3,10 @@
 import argparse
 import itertools
 
+import torch
 from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.config import Config, DictAction
+from torch import nn
 
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
@@ -14,6 +16,7 @@ __all__ = [
     'check_config',
     'count_data_classes',
     'find_missing_import',
+    'find_neck_mismatch',
     'find_own_hooks',
     'find_small_heads',
     'list_imports',
@@ -88,6 +91,46 @@ def check_config(config: Config) -> None:
                     'plan, report and verify look for such hooks'
                 )
     _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
+    _check_backbone(config.model)
+
+
+def _check_backbone(model):
+    """Check a backbone of this package: whether it accepts its arguments, and whether the neck accepts its maps."""
+    arguments = dict(model.get('backbone') or {})
+    kind = arguments.pop('type', None)
+    kind = MODELS.get(kind) if isinstance(kind, str) else kind
+    if not _is_ours(kind):
+        return
+    with torch.device('meta'):
+        backbone = kind(**{key: value for key, value in arguments.items() if key not in ('init_cfg', '_scope_')})
+    if problem := find_neck_mismatch(model, kind.__name__, backbone):
+        raise ValueError(problem)
+
+
+def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | None:
+    """Return what is wrong with a neck whose input channels differ from the backbone's maps, as those of another arch.
+
+    Args:
+        model (dict): Config of a detector.
+        name (str): Name of the backbone's class.
+        backbone (nn.Module): The backbone.
+
+    Returns:
+        str | None: The problem with its remedy, or ``None``.
+    """
+    widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
+    neck = model.get('neck') or {}
+    neck = neck[0] if isinstance(neck, (list, tuple)) else neck
+    given = neck.get('in_channels')
+    if not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
+        return None
+    there = [widths[i] for i in backbone.out_indices]
+    if [*given] == there:
+        return None
+    return (
+        f'model.neck: in_channels={[*given]}, but {name} gives {len(there)} maps of {there} channels '
+        f'(out_indices={[*backbone.out_indices]}); set model.neck.in_channels={there}, or another arch'
+    )
 
 
 def find_missing_import(config: Config) -> str | None:

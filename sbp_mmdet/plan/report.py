@@ -22,7 +22,7 @@ def add_report(verbs) -> None:
     verb = verbs.add_parser('report', help='what a config or a preset changes in the model')
     add_config(verb)
     help_text = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
-    verb.add_argument('--preset', choices=[*PRESETS], help=help_text)
+    verb.add_argument('--preset', help=f'{help_text}: {", ".join(PRESETS)}')
     verb.set_defaults(run=_report)
 
 

@@ -85,7 +85,7 @@ def load_config(path: str, options: dict | None = None) -> Config:
     except Exception as error:  # a config is a program and may raise any error
         raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
-        raise ValueError(f'{path} has no model or no optim_wrapper; give the config that you train with')
+        raise ValueError(f'{path} has no model or no optim_wrapper; give the MMDetection config that you train with')
     try:
         imports = list_imports(config)
     except ValueError as error:

@@ -29,9 +29,9 @@ def add_verify(verbs) -> None:
     """Add the subcommand ``verify`` to a parser."""
     verb = verbs.add_parser('verify', help='compare changed modules with their own code, on this device')
     add_config(verb)
-    choices = [name for name, preset in PRESETS.items() if preset.form is not None]
+    names = [name for name, preset in PRESETS.items() if preset.form is not None]
     help_text = "in place of what the config says (default: its LeanHook or sbp_cfg; 'exact' if it has none)"
-    verb.add_argument('--preset', choices=choices, help=help_text)
+    verb.add_argument('--preset', help=f'{help_text}: {", ".join(names)}')
     verb.add_argument('--device', default='cpu', type=check_device, help="'cpu' or 'cuda' (default: cpu)")
     add_inputs(verb)
     verb.set_defaults(run=_verify)
