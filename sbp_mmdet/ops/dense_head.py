@@ -188,13 +188,10 @@ def _backward_of_few(s, saved, grad, places, needs):
     t, (_, _, height, width), size = saved.tensors, saved.shape, saved.tensors.weight.shape[2:]
     weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight.flatten(1)))
     strips = _strips(t, saved.shape, grad.device)
-    patches, positive = [], []
-    for strip, signs, own in zip(strips, saved.signs, places.in_strips(strips), strict=True):
-        halo = s.conv.reads(strip, height)
-        patches.append(own.patches_of(saved.input.rows(*halo).load(s.dtype), halo.start, height, s.conv, size))
-        shape = saved.shape[0], len(weight), strip.stop - strip.start, width
-        positive.append(signs.at(shape, own.images, own.rows - strip.start, own.columns))
-    patches, dropped, grad = torch.cat(patches).flatten(1), ~torch.cat(positive), places.of(grad)
+    patches = _patches(s, saved, places, strips, size)
+    shape = saved.shape[0], len(weight), height, width
+    dropped = ~SignBits.at_in_strips(saved.signs, strips[0].stop, shape, places.images, places.rows, places.columns)
+    grad = places.of(grad)
     y = torch.addmm(bias, patches, weight.permute(0, 2, 3, 1).flatten(1).t())
     y = y.clamp_min_(torch.finfo(y.dtype).tiny).masked_fill_(dropped, 0)  # as in `SignBits.relu_`
     full, gradients = accumulator(y), {}
@@ -213,6 +210,23 @@ def _backward_of_few(s, saved, grad, places, needs):
         del patches
         gradients['x'] = scatter_gradient(dy, places, weight, s.conv, saved.shape, saved.layout).to(saved.dtype)
     return _Gradients(**gradients)
+
+
+def _patches(s, saved, places, strips, size):
+    """Return what the convolution reads for its outputs at the positions, shape (K, h * w * C)."""
+    height = saved.shape[2]
+    if _is_whole(saved.input, s.dtype):
+        return places.patches_of(saved.input.values, 0, height, s.conv, size).flatten(1)
+    patches = []
+    for strip, own in zip(strips, places.in_strips(strips), strict=True):
+        halo = s.conv.reads(strip, height)
+        patches.append(own.patches_of(saved.input.rows(*halo).load(s.dtype), halo.start, height, s.conv, size))
+    return torch.cat(patches).flatten(1)
+
+
+def _is_whole(map, dtype):
+    """Return whether a saved map is a tensor in this precision, and has not to be computed."""
+    return isinstance(map, KeptMap) and map.values.dtype is dtype and all(x is None for x in map[1:])
 
 
 _dense_head = Operation('DenseHead', _forward, _backward, _Gradients)

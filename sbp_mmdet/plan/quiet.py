@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 __all__ = ['without_reading_of_annotations']
 
-_OF_PYCOCOTOOLS = re.compile(
-    r'loading annotations into memory\.\.\.|Done \(t=.*s\)|creating index\.\.\.|index created!'
-)
+_OF_PYCOCOTOOLS = re.compile(r'(loading annotations into memory|creating index)\.\.\.|Done \(t=.*s\)|index created!')
 
 
 class _Lines(io.TextIOBase):

@@ -10,7 +10,7 @@ from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
 
 from ..adapters import LeanModule
-from ..checkpointed_parts import CheckpointedLevels
+from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
@@ -23,7 +23,7 @@ from .kinds import described, settings_of
 from .module_run import bridge, floating
 from .parts_of_inputs import first_part
 from .random_parts import Disagreement
-from .saved_bytes import SavedBytes
+from .saved_bytes import SavedBytes, note_inputs
 
 __all__ = ['Findings', 'Kind', 'verify_modules']
 
@@ -178,15 +178,6 @@ class _Watched(Mixin):
         return vars(self)['_watch'](super().forward, args, kwargs)
 
 
-class _Part(Mixin):
-    """Mixin of recomputed parts of the copy: it notes their inputs."""
-
-    def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            vars(self)['_note'](args, kwargs)
-        return super().forward(*args, **kwargs)
-
-
 class _Bridge(Mixin):
     """Mixin of modules that are compared separately, while the module that contains them is compared."""
 
@@ -214,11 +205,15 @@ class _Watch:
         self.around = []  # changed modules whose own code is running; they count the bytes of modules inside of them
         self.devices = {t.device for t in (*model.parameters(), *model.buffers())}
         modules = dict(model.named_modules())
-        self.recomputed = set()  # ids of modules in parts that are checkpointed
+        # Ids of modules in parts that the preset checkpoints, and in parts that are checkpointed with any preset.
+        self.recomputed, self.checkpointed = set(), set()
         for module in modules.values():  # a part before the modules in it
-            if isinstance(module, (Checkpointed, CheckpointedLevels)) and id(module) not in self.recomputed:
-                self.recomputed.update(map(id, module.modules()))
-                self._note_inputs(module)
+            if isinstance(module, (CheckpointedPart, CheckpointedLevels)):
+                if id(module) not in self.recomputed:
+                    self.recomputed.update(map(id, module.modules()))
+                    self._note_inputs(module)
+            elif isinstance(module, Checkpointed):
+                self.checkpointed.update(map(id, module.modules()))
         for name in names:
             self.names.setdefault(id(modules[name]), name)
         for module in modules.values():
@@ -232,8 +227,7 @@ class _Watch:
             if not self.around:
                 self.saved.add(None, ('now',), (args, kwargs))
 
-        mix_in(part, _Part)
-        vars(part)['_note'] = note
+        note_inputs(part, note)
 
     def _prepare(self, module):
         place = module._lean
@@ -254,7 +248,7 @@ class _Watch:
             return forward(*args, **kwargs)
         kind = self._find_kind(module, args, kwargs)
         bridged = self._find_bridged(module)
-        keys = self._list_counts(kind, module)
+        keys = () if id(module) in self.checkpointed else self._list_counts(kind, module)
         if id(module) in self.recomputed:
             keys = [key for key in keys if key != 'now']
         if not bridged:

@@ -1,10 +1,35 @@
 """Bytes that the modules of a model save for the backward pass."""
 
+from collections.abc import Callable
+
+import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..surgery import Mixin, mix_in
 from .module_run import floating, storage_of
 
-__all__ = ['SavedBytes']
+__all__ = ['SavedBytes', 'note_inputs']
+
+
+class _Noted(Mixin):
+    """Mixin of modules that report their inputs."""
+
+    def forward(self, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            vars(self)['_note'](args, kwargs)
+        return super().forward(*args, **kwargs)
+
+
+def note_inputs(module: nn.Module, note: Callable[[tuple, dict], None]) -> None:
+    """Report the inputs of a module whenever it runs without gradients.
+
+    Args:
+        module (nn.Module): The module, changed in place.
+        note (Callable): Called with the arguments and the keyword arguments.
+    """
+    mix_in(module, _Noted)
+    vars(module)['_note'] = note
 
 
 class SavedBytes:

@@ -1,6 +1,7 @@
 """The signs of a feature map, one bit an element, for ReLUs whose output is recomputed in the backward pass."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,14 +74,16 @@ class SignBits(NamedTuple):
             flat.mul_(bits)
         return u
 
-    def at(self, shape: tuple[int, ...], images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    def at(self, shape: tuple, images: Tensor, rows: Tensor, columns: Tensor, first: Tensor | int = 0) -> Tensor:
         """Return whether the elements at some positions are positive.
 
         Args:
-            shape (tuple[int, ...]): Shape of the map, (N, C, H, W).
-            images (Tensor): Index of the image of each position, shape (K,).
-            rows (Tensor): Index of its row.
-            columns (Tensor): Index of its column.
+            shape (tuple): Shape of the map, (N, C, H, W). H may be a tensor with a number for each position, shape
+                (K, 1).
+            images (Tensor): Index of the image of each position, shape (K, 1).
+            rows (Tensor): Index of its row, shape (K, 1).
+            columns (Tensor): Index of its column, shape (K, 1).
+            first (Tensor | int): Index of the map's first bit, which may have shape (K, 1). Default: 0.
 
         Returns:
             Tensor: Bools, shape (K, C).
@@ -88,10 +91,34 @@ class SignBits(NamedTuple):
         _, c, h, w = shape
         channels = torch.arange(c, device=rows.device)
         if self.channels_last:
-            index = (((images * h + rows) * w + columns) * c)[:, None] + channels
+            index = ((images * h + rows) * w + columns) * c + first + channels
         else:
-            index = ((images * c)[:, None] + channels) * (h * w) + (rows * w + columns)[:, None]
+            index = (images * c + channels) * (h * w) + (rows * w + columns + first)
         return (self.packed[index // _BITS] >> (index % _BITS) & 1).to(torch.bool)
+
+    @classmethod
+    def at_in_strips(
+        cls, signs: Sequence['SignBits'], each: int, shape: tuple, images: Tensor, rows: Tensor, columns: Tensor
+    ) -> Tensor:
+        """Return whether the elements of a map that was packed in strips of rows are positive, see :meth:`at`.
+
+        Args:
+            signs (Sequence[SignBits]): Signs of all strips, in order.
+            each (int): Number of rows of each strip; the last one may have fewer.
+            shape (tuple): Shape of the whole map.
+            images (Tensor): Index of the image of each position, shape (K,).
+            rows (Tensor): Index of its row in the whole map, shape (K,).
+            columns (Tensor): Index of its column, shape (K,).
+        """
+        images, rows, columns = (x[:, None] for x in (images, rows, columns))
+        if len(signs) == 1:
+            return signs[0].at(shape, images, rows, columns)
+        n, c, height, width = shape
+        strips = rows.div(each, rounding_mode='floor')
+        start, bits = strips * each, _BITS * len(signs[0].packed)
+        joined = cls(torch.cat([one.packed for one in signs]), signs[0].channels_last)
+        shape = n, c, (height - start).clamp_max_(each), width
+        return joined.at(shape, images, rows - start, columns, strips * bits)
 
 
 @functools.lru_cache(maxsize=8)
