@@ -204,11 +204,10 @@ def _swin_l(first, column):
 
 
 def _largest(first, column):
-    """Return the largest batch of a detector with a preset on a card."""
-    name, _, preset = first.rpartition(', ')
-    variant = dict(plain='none', checkpointing='with_cp+targets').get(preset, preset)
-    row = _results('largest_batches')['rows'].get(f'{name}/{variant}', {})
-    return str(row['images'][column.removesuffix(' GiB')]) if 'images' in row else ''
+    """Return the largest batches of a detector with a preset on all cards."""
+    variant = dict(plain='none', checkpointing='with_cp+targets').get(column, column.strip('`'))
+    row = _results('largest_batches')['rows'].get(f'{first}/{variant}', {})
+    return ', '.join(map(str, row['images'].values())) if 'images' in row else ''
 
 
 def _pipeline(first, column):

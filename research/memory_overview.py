@@ -76,7 +76,7 @@ _DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
 _DINO_SWIN_L = 'mmdet::dino/dino-5scale_swin-l_8xb2-12e_coco.py'
 _MASK2FORMER = 'mmdet::mask2former/mask2former_'
 _LARGE, _SQUARE, _SMALL = (800, 1344), (1024, 1024), (640, 640)
-_MEASURED_B, _MEASURED_L = {'none': 17.4}, {'none': 49, 'with_cp': 18}  # the paper, and mmdet's authors
+_MEASURED_B, _MEASURED_L = {'none': 17.4}, {'none': 52.6, 'with_cp': 19.3}  # the paper; mmdet's authors, 49 and 18 GiB
 DETECTORS = (
     Detector('Cascade Mask R-CNN ConvNeXt-B', _CONVNEXT_B, 2, _LARGE, 'fp16', 'ConvNeXt-B', True, True, _MEASURED_B),
     Detector('Mask R-CNN R-50', _R50, 2, _LARGE, 'fp32', 'ResNet-50', readme=True),

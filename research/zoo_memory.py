@@ -225,7 +225,7 @@ def leading(rows: dict[str, dict]) -> list[str]:
         wrong = [np.mean((counted <= card) & (published > card)) for card in CARDS]
         lines.append(
             f'- {len(chosen)} configs, {name}: median error {np.median(error):.1%}, within 15 %: '
-            f'{np.mean(error <= 0.15):.0%}. Wrongly said to fit: '
+            f'{np.mean(error <= 0.15):.0%}. Predicted to fit although they do not: '
             + ', '.join(f'{share:.1%} at {card} GiB' for card, share in zip(CARDS, wrong, strict=True))
             + '.'
         )
