@@ -1,6 +1,7 @@
 """The region proposal network and the feature pyramid in strips of rows train like their own code in fp64."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from stand_ins import copy_into_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.ops import feature_pyramid
 
 WIDE = 40_000  # columns: a strip has a few rows
 
@@ -88,6 +90,28 @@ def test_gradients_are_those_of_the_modules_own_code(preset, needs):
 def test_pyramids_of_all_kinds_and_maps_of_all_sizes(preset, options, height, width, number):
     plain = build_heads(**options)
     assert_plain(make_lean_copy(plain, preset), plain, random_maps(height, width, number))
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_outputs_of_a_pyramid_in_strips(layout, monkeypatch):
+    """On a GPU, presets for which memory comes first compute the second convolutions in strips."""
+    whole = feature_pyramid._forward_strips
+
+    def in_strips(s, lateral):
+        cuda = types.SimpleNamespace(is_cuda=True, shape=lateral.shape, device=lateral.device)
+        seen.append(len(whole(s, cuda)))
+        assert len(whole(s, lateral)) == 1
+        return whole(s, cuda)
+
+    monkeypatch.setattr(feature_pyramid, '_forward_strips', in_strips)
+    for preset, most in (('exact', 1), ('exact_min', 2), ('int8', 2)):
+        plain, seen = build_heads(), []
+        lean = make_lean_copy(plain, preset)
+        maps = [x.contiguous(memory_format=layout) for x in random_maps()]
+        for out, expected in zip(lean.neck(maps), plain.neck(maps), strict=True):
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+            assert out.stride() == expected.stride()
+        assert max(seen) == most
 
 
 def test_frozen_parameters(preset):

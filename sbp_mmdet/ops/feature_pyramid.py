@@ -123,8 +123,25 @@ def _run(s, levels):
     for t in reversed(levels):
         cast, height = _cast(s, t), t.x.shape[2]
         lateral = _lateral(cast, t.x.to(s.dtype), lateral)
-        outs.append(s.conv.run(lateral, cast.out_weight, cast.out_bias, Strip(0, height), height))
+        strips = _forward_strips(s, lateral)
+        outs.append(torch.empty_like(lateral) if len(strips) > 1 else None)
+        for strip in strips:
+            part = s.conv.run(s.conv.reads(strip, height).of(lateral), cast.out_weight, cast.out_bias, strip, height)
+            if len(strips) > 1:
+                strip.of(outs[-1]).copy_(part)
+            else:
+                outs[-1] = part
     return tuple(reversed(outs))
+
+
+def _forward_strips(s, lateral):
+    """Return the strips of rows that the second convolution of a level is computed in: one, unless memory comes first.
+
+    On a GPU, cuDNN's workspace for a whole map of the finest level may be as large as the map.
+    """
+    if s.form.small_chunks and lateral.is_cuda:
+        return cut_into_strips(lateral.shape, lateral.device)
+    return [Strip(0, lateral.shape[2])]
 
 
 def _lateral(t, x, coarse):
