@@ -73,13 +73,19 @@ def _clear_caches():
 
 
 class _OnePrecision(TorchDispatchMode):
-    """Mode that refuses group norms with several precisions, which fake tensors accept and CUDA's kernels do not."""
+    """Mode that refuses group norms and convolutions with several precisions, which fake tensors accept and CUDA does
+    not.
+    """
 
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         if func.name().startswith('aten::native_group_norm') and args[0].is_cuda:
             dtypes = {t.dtype for t in args[: 3 if 'backward' not in func.name() else 2] if t is not None}
             weight = args[4] if 'backward' in func.name() else args[1]
             dtypes |= {weight.dtype} if weight is not None else set()
+            if len(dtypes) > 1:
+                raise RuntimeError(f'{func}: expected one scalar type but found {sorted(map(str, dtypes))}')
+        if func.name() in ('aten::convolution', 'aten::convolution_backward') and args[0].is_cuda:
+            dtypes = {t.dtype for t in args[:3] if isinstance(t, Tensor)}
             if len(dtypes) > 1:
                 raise RuntimeError(f'{func}: expected one scalar type but found {sorted(map(str, dtypes))}')
         return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ import torch
 from cases import Largest
 from fake_cuda import simulate_gpu
 from mmdet.models.task_modules.assigners import BboxOverlaps2D, MaxIoUAssigner
+from mmdet.models.task_modules.assigners.iou2d_calculator import BboxOverlaps2D_GLIP
 from mmdet.registry import TASK_UTILS
 from mmdet.structures.bbox import HorizontalBoxes, bbox_overlaps
 from mmengine.structures import InstanceData
@@ -162,13 +163,16 @@ def boxes_of_any_kind(number, seed):
     boxes[:, 2:] += boxes[:, :2]
     boxes[:3, 2:] = boxes[:3, :2] - torch.tensor([[0.0, 0.0], [5.0, 5.0], [0.0, -3.0]])
     boxes[3], boxes[4, 1], boxes[5, 3] = torch.tensor([10.0, 10.0, 60.0, 60.0]), torch.nan, torch.inf
+    boxes[6] = torch.tensor([0.5, 0.5, 0.5004, 0.5004])  # its area is below the least one that mmdet divides by
     return boxes
 
 
 @pytest.mark.parametrize('pairs', [3, 100, 2**20])
 @pytest.mark.parametrize('shape', [(9, 40), (40, 9)], ids=str)
-@pytest.mark.parametrize('kind', ['fp32', 'fp64', 'scores', 'containers', 'trained', 'fp16', 'both precisions'])
-def test_overlaps_are_those_of_mmdet_to_the_last_bit(shape, kind, pairs):
+@pytest.mark.parametrize(
+    'kind', ['fp32', 'fp64', 'scores', 'containers', 'trained', 'fp16', 'half', 'both precisions', 'GLIP']
+)
+def test_overlaps_equal_those_of_mmdet(shape, kind, pairs):
     first, second = (boxes_of_any_kind(n, n) for n in shape)
     if kind in ('fp64', 'both precisions'):
         first, second = first.double(), second.double() if kind == 'fp64' else second
@@ -178,14 +182,22 @@ def test_overlaps_are_those_of_mmdet_to_the_last_bit(shape, kind, pairs):
         first, second = HorizontalBoxes(first), HorizontalBoxes(second)
     if kind == 'trained':
         first.requires_grad_()
+    if kind == 'half':
+        first, second = first.half(), second.half()
     head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
-    head.assigner.iou_calculator = BboxOverlaps2D(100.0, 'fp16') if kind == 'fp16' else BboxOverlaps2D()
+    calculators = dict(fp16=BboxOverlaps2D(100.0, 'fp16'), GLIP=BboxOverlaps2D_GLIP())
+    head.assigner.iou_calculator = calculators.get(kind, BboxOverlaps2D())
     own = copy.copy(head.assigner.iou_calculator)
     targets_in_chunks(head, pairs=pairs)
     for mode in ('iou', 'iof', 'giou'):
         actual, expected = head.assigner.iou_calculator(first, second, mode), own(first, second, mode)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-        assert actual.requires_grad == expected.requires_grad
+        assert actual.requires_grad == expected.requires_grad and actual.dtype == expected.dtype
+        for given in (dict(bboxes1=first, bboxes2=second, mode=mode), dict(bboxes2=second, bboxes1=first, mode=mode)):
+            again = head.assigner.iou_calculator(is_aligned=False, **given)
+            torch.testing.assert_close(again, expected, rtol=0, atol=0, equal_nan=True)
+    empty = head.assigner.iou_calculator(first[:0], second)
+    assert empty.shape == own(first[:0], second).shape == (0, len(second))
 
 
 @pytest.mark.parametrize(('device', 'strips'), [('cuda', 3), ('cpu', 5)])

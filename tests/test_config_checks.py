@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from helpers import CONFIGS
+from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.structures import InstanceData
@@ -142,6 +143,42 @@ def test_overrides_are_pairs(verb, capsys):
         assert f'{word!r} must be KEY=VALUE' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        (dict(out_indices=(0, 7)), r'model.backbone: out_indices=\(0, 7\): there is no stage 7'),
+        (dict(type='SBPSwinTransformer', depths=[2, 2], _delete_=True), 'model.backbone: IndexError'),
+        (dict(act_cfg=dict(type='Foo')), 'model.backbone: .*Foo'),
+        (dict(drop_path_rate='abc'), 'model.backbone: '),
+    ],
+    ids=str,
+)
+def test_a_backbone_that_cannot_be_built_is_a_line(options, said):
+    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
+    if options.pop('_delete_', False):
+        config.model.backbone = options
+    config.model.backbone.update(options)
+    with pytest.raises(ValueError, match=said) as raised:
+        check_config(config)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@MODELS.register_module(force=True)
+class OwnActivation(torch.nn.GELU):
+    """Activation of the user's own, in mmdet's registry."""
+
+
+def test_backbones_and_necks_that_are_right_are_accepted():
+    """A neck that takes the coarsest map first, and an activation of the user's own."""
+    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
+    config.model.backbone.update(out_indices=(1, 2, 3))
+    config.model.neck = dict(type='YOLOV3Neck', num_scales=3, in_channels=[320, 160, 80], out_channels=[32, 16, 8])
+    check_config(config)
+    config.model.neck = dict(type='FPN', in_channels=[80, 160, 320], out_channels=8, num_outs=3)
+    config.model.backbone.update(sbp_cfg=None, act_cfg=dict(type='OwnActivation'))
+    check_config(config)
+
+
 class Data:
     """A data set with three classes."""
 
@@ -195,6 +232,7 @@ def test_heads_that_do_not_tell_classes_apart_may_have_one():
     heads = [dict(type='FCNMaskHead', num_classes=1, class_agnostic=agnostic) for agnostic in (True, False)]
     found = [find_small_heads(Config(dict(model=dict(roi_head=dict(mask_head=head)))), 3) for head in heads]
     assert found == [{}, {'roi_head.mask_head': 1}]
+    assert find_small_heads(Config(dict(model=dict(bbox_head=['a head that is no dict']))), 3) == {}
 
 
 def test_classes_that_a_config_names():
@@ -206,4 +244,5 @@ def test_classes_that_a_config_names():
     cases += [(dict(type='RepeatDataset', times=2, dataset=two), 2), (None, 0), (dict(type='Unknown'), 0)]
     cases += [(dict(coco, metainfo=dict(classes='classes.txt')), 0)]
     cases += [(dict(coco, metainfo=dict(palette=[(0, 0, 0)])), 80)]
+    cases += [(dict(coco, metainfo=dict(classes=4)), 0), (dict(coco, metainfo='classes.py'), 80)]
     assert [count_data_classes(dataset) for dataset, _ in cases] == [number for _, number in cases]

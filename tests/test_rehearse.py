@@ -4,6 +4,7 @@ import collections
 import copy
 import json
 import random
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -316,9 +317,13 @@ def test_the_command(project, monkeypatch, capfd):
 
 
 def test_only_lines_of_pycocotools_are_dropped(capsys):
+    encoding = sys.stdout.encoding
     with without_reading_of_annotations():
         print('loading annotations into memory...\nDone (t=0.01s)')
         print('creating index...', 'of mine')
         print('index created!')
         print('not ended', end='')
-    assert capsys.readouterr().out == 'creating index... of mine\nnot ended'
+        assert sys.stdout.encoding == encoding and not sys.stdout.isatty()
+        sys.stdout.flush()
+        print(', and more', end='')
+    assert capsys.readouterr().out == 'creating index... of mine\nnot ended, and more'

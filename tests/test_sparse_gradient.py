@@ -11,6 +11,7 @@ from stand_ins import copy_into_module
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbp_mmdet.ops import dense_head
+from sbp_mmdet.ops.common.sign_bits import SignBits
 from sbp_mmdet.verify.checks import verify_modules
 
 NUMBER = 12  # anchors of an image
@@ -183,3 +184,13 @@ def test_eight_bits_are_near():
     plain, x = build_head(), random_map(1, 40, 64)
     expected, actual = (compute_gradients(head, x)[1] for head in (plain, make_lean_copy(plain, 'int8')))
     assert largest_difference(actual, expected) < 0.03
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_signs_of_strips_are_those_of_the_map(layout):
+    made = torch.Generator().manual_seed(0)
+    y = torch.randn(2, 3, 11, 5, generator=made).relu().contiguous(memory_format=layout)
+    strips = [y[:, :, i : i + 4].contiguous(memory_format=layout) for i in (0, 4, 8)]
+    images, rows, columns = (torch.randint(n, (40,), generator=made) for n in (2, 11, 5))
+    found = SignBits.at_in_strips([SignBits.pack(strip) for strip in strips], 4, y.shape, images, rows, columns)
+    assert torch.equal(found, y[images, :, rows, columns] > 0)

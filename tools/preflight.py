@@ -201,10 +201,11 @@ def check_backbone(config: Config) -> None:
         try:
             with torch.device('meta'):
                 backbone = MODELS.get(name)(**arguments)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever its values may raise
             inherited = '; is it of another backbone in the _base_? Then put _delete_=True into yours'
             remedy = inherited if 'unexpected keyword argument' in str(error) else ''
-            raise PreflightError(f'{config.filename}, {name}: {error}{remedy}') from error
+            text = f'{error}' if isinstance(error, (TypeError, ValueError)) else f'{type(error).__name__}: {error}'
+            raise PreflightError(f'{config.filename}, {name}: {text}{remedy}') from error
         _check_scales(config, getattr(backbone, 'min_size', 1))
         if node is config.model.get('backbone'):
             from sbp_mmdet.plan.config_checks import find_neck_mismatch  # noqa: PLC0415  the config has imported it

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes an environment, plans for a stock detector, trains a small one plain, with LeanHook and with the paper's backbone,
-# evaluates it, and prints a summary. Runs on a CPU in a few minutes, plus the first set-up. A second run uses the same environment and trains again.
+# evaluates it, and prints a summary. Runs on a CPU in a few minutes, plus the first set-up. A second run uses the same
+# environment and trains again.
 #
 #   bash tools/quickstart.sh
 #

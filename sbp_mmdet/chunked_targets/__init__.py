@@ -20,9 +20,8 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
       time.
     - An assigner compares all priors with all ground-truth boxes, which takes nine numbers for each pair; the dynamic
       ones (SimOTA, RTMDet's) do so in each class. In chunks, ``pairs`` of them exist at a time, and one number remains.
-      IoU and IoF in full precision are computed in place, with two further numbers for each pair, and for up to four
-      times as many pairs at a time. Further matrices of all pairs, such as the distances of ATSS, are the assigner's
-      own and stay.
+      IoU and IoF of boxes in fp32 and fp64 are computed in place: two temporary numbers for each pair, in chunks of up
+      to ``4 * pairs``. Further matrices of all pairs, such as the distances of ATSS, are the assigner's own and stay.
     - Mask2Former holds the masks of a batch as integers of eight bytes, and MaskFormer's losses save ten maps of the
       size of an image for each object and decoder layer. In chunks, masks take a byte, and these losses are
       checkpointed.

@@ -26,8 +26,8 @@ __all__ = ['assigners_in_chunks']
 
 # Calculators whose every entry depends on its own pair of boxes alone, so that it may be computed with any others.
 _PAIRWISE = (BboxOverlaps2D, BboxOverlaps2D_GLIP)
-# The calculator computes nine numbers for each pair, and the function that writes them in place two. So that function
-# gets more pairs at a time, for which a GPU launches fewer kernels. On a CPU, so many stay in its caches.
+# Overlaps in place need fewer temporaries, so their strips hold four times as many pairs, which means fewer launches on
+# a GPU. On a CPU, strips are small enough for its caches.
 _MORE_IN_PLACE = 4
 _IN_CACHES = 2**18
 # Numbers (priors x boxes x classes) of the costs that a dynamic assigner computes at a time.
@@ -102,24 +102,33 @@ class _PairsInChunks(Mixin):
         pairs (int): Number of pairs in a strip; a strip has at least one row or column.
     """
 
-    def __call__(self, first, second, *args, **kwargs):
-        whole, rows, columns = super().__call__, len(first), len(second)
-        if _is_aligned(*args, **kwargs) or not _is_pairwise(self):
-            return whole(first, second, *args, **kwargs)
-        if boxes := _find_corners(self, first, second, *args, **kwargs):
+    def __call__(self, *args, **kwargs):
+        whole = super().__call__
+        if not _is_pairwise(self):
+            return whole(*args, **kwargs)
+        first, second, mode, is_aligned = _read_arguments(*args, **kwargs)
+        rows, columns = len(first), len(second)
+        if is_aligned:
+            return whole(*args, **kwargs)
+        if boxes := _find_corners(self, first, second, mode):
             first, second = boxes
             out, pairs = first.new_empty(rows, columns), _MORE_IN_PLACE * self.pairs
             for place, *strip in _strips(first, second, pairs if out.is_cuda else min(pairs, _IN_CACHES)):
-                overlaps.write_overlaps(out[place], *strip, *args, **kwargs)
+                overlaps.write_overlaps(out[place], *strip, mode)
             return out
         if rows * columns <= self.pairs:
-            return whole(first, second, *args, **kwargs)
+            return whole(*args, **kwargs)
         out = None
         for place, *strip in _strips(first, second, self.pairs):
-            part = whole(*strip, *args, **kwargs)
+            part = whole(*strip, mode)
             out = part.new_empty(rows, columns) if out is None else out
             out[place] = part
         return out
+
+
+def _read_arguments(bboxes1, bboxes2, mode='iou', is_aligned=False):
+    """Return the arguments of an overlap calculator of mmdet in their order."""
+    return bboxes1, bboxes2, mode, is_aligned
 
 
 def _strips(first, second, pairs):
@@ -134,7 +143,7 @@ def _strips(first, second, pairs):
             yield (slice(None), strip), first, second[strip]
 
 
-def _find_corners(calculator, first, second, mode='iou', is_aligned=False) -> tuple[Tensor, Tensor] | None:
+def _find_corners(calculator, first, second, mode) -> tuple[Tensor, Tensor] | None:
     """Return the boxes whose overlaps :func:`.write_overlaps` computes as the calculator does, or ``None``."""
     kind = stock_class(type(calculator))
     if kind is not BboxOverlaps2D or calculator.dtype is not None or mode not in ('iou', 'iof'):
@@ -145,11 +154,6 @@ def _find_corners(calculator, first, second, mode='iou', is_aligned=False) -> tu
     if any(x.dim() != 2 or x.shape[1] not in (4, 5) or (torch.is_grad_enabled() and x.requires_grad) for x in boxes):
         return None
     return tuple(x[:, :4] for x in boxes)
-
-
-def _is_aligned(mode='iou', is_aligned=False):
-    """Read ``is_aligned`` from the arguments that follow the boxes."""
-    return is_aligned
 
 
 class _Costs(Exception):  # noqa: N818  not an error: it carries costs out of mmdet's method

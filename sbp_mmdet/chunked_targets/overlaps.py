@@ -9,7 +9,9 @@ _EPS = 1e-6  # the least area that mmdet divides by
 
 
 def write_overlaps(out: Tensor, first: Tensor, second: Tensor, mode: str = 'iou') -> None:
-    """Compute what mmdet's ``bbox_overlaps`` does, to the last bit, with two further numbers for each pair, not nine.
+    """Write the IoU or IoF of all pairs of boxes to ``out``, with two temporary matrices of its size.
+
+    The results equal those of mmdet's ``bbox_overlaps``, which has nine such matrices.
 
     With the intersection w * h of two boxes, where w = max(min(x2) - max(x1), 0), and their areas,
 
@@ -21,7 +23,7 @@ def write_overlaps(out: Tensor, first: Tensor, second: Tensor, mode: str = 'iou'
         second (Tensor): Corners of other boxes, shape (N, 4).
         mode (str): 'iou' or 'iof'. Default: 'iou'.
     """
-    rows, columns = first.t().contiguous().unsqueeze(2), second.t().contiguous()  # side by side in memory
+    rows, columns = first.t().contiguous().unsqueeze(2), second.t().contiguous()  # each coordinate contiguous
     height, other = (torch.empty(out.shape, dtype=out.dtype, device=out.device) for _ in range(2))
     for axis, size in ((0, out), (1, height)):
         torch.minimum(rows[axis + 2], columns[axis + 2], out=size)

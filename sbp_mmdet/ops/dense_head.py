@@ -213,7 +213,7 @@ def _backward_of_few(s, saved, grad, places, needs):
 
 
 def _patches(s, saved, places, strips, size):
-    """Return what the convolution reads for its outputs at the positions, shape (K, h * w * C)."""
+    """Return the input patch of each output position, shape (K, h * w * C)."""
     height = saved.shape[2]
     if _is_whole(saved.input, s.dtype):
         return places.patches_of(saved.input.values, 0, height, s.conv, size).flatten(1)
@@ -224,9 +224,9 @@ def _patches(s, saved, places, strips, size):
     return torch.cat(patches).flatten(1)
 
 
-def _is_whole(map, dtype):
-    """Return whether a saved map is a tensor in this precision, and has not to be computed."""
-    return isinstance(map, KeptMap) and map.values.dtype is dtype and all(x is None for x in map[1:])
+def _is_whole(saved, dtype):
+    """Return whether a saved map is a plain tensor in this precision."""
+    return isinstance(saved, KeptMap) and saved.values.dtype is dtype and all(x is None for x in saved[1:])
 
 
 _dense_head = Operation('DenseHead', _forward, _backward, _Gradients)

@@ -78,10 +78,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _joined(arguments):
-    """Join ``--budget`` and a negative value, which argparse would take for an option without a name."""
+    """Join ``--budget`` with a negative value, which argparse would mistake for an option."""
     joined = []
     for word in arguments:
-        if joined[-1:] == ['--budget'] and re.match(r'-\d', word):
+        if joined[-1:] == ['--budget'] and re.match(r'-[\d.]', word):
             joined[-1] = f'--budget={word}'
         else:
             joined.append(word)
@@ -283,8 +283,8 @@ def _describe_run(config):
     classes = count_data_classes((config.get('train_dataloader') or {}).get('dataset'))
     for name, number in find_small_heads(config, classes).items():
         lines.append(
-            f'model.{name}: num_classes={number}, but the config names {classes} classes of training data; set '
-            f'num_classes={classes} in every head of the model, or correct metainfo.'
+            f'model.{name}: num_classes={number}, but the training data have {classes} classes; set '
+            f'num_classes={classes} in every head, or correct metainfo.'
         )
     if own := find_own_hooks(config):
         lines.append(f'Not counted: what {", ".join(own)} may hold on the GPU; sbp-mmdet rehearse measures that too.')

@@ -2,14 +2,18 @@
 
 import argparse
 import itertools
+from collections.abc import Mapping
 
 import torch
+from mmdet.models.necks import FPN, FPN_CARAFE, NASFPN, PAFPN, YOLOXPAFPN, ChannelMapper, CSPNeXtPAFPN
 from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.config import Config, DictAction
+from mmengine.registry import DefaultScope
 from torch import nn
 
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
+from .errors import describe_error
 
 __all__ = [
     'add_config',
@@ -23,6 +27,7 @@ __all__ = [
 ]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
+_NECKS = FPN, FPN_CARAFE, PAFPN, NASFPN, ChannelMapper, YOLOXPAFPN, CSPNeXtPAFPN  # ``in_channels``: those of each map
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
 
 
@@ -91,24 +96,31 @@ def check_config(config: Config) -> None:
                     'plan, report and verify look for such hooks'
                 )
     _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
-    _check_backbone(config.model)
+    _check_backbone(config)
 
 
-def _check_backbone(model):
-    """Check a backbone of this package: whether it accepts its arguments, and whether the neck accepts its maps."""
-    arguments = dict(model.get('backbone') or {})
+def _check_backbone(config):
+    """Check a backbone of this package: whether it can be built, and whether the neck accepts its maps."""
+    arguments = dict(config.model.get('backbone') or {})
     kind = arguments.pop('type', None)
     kind = MODELS.get(kind) if isinstance(kind, str) else kind
     if not _is_ours(kind):
         return
-    with torch.device('meta'):
-        backbone = kind(**{key: value for key, value in arguments.items() if key not in ('init_cfg', '_scope_')})
-    if problem := find_neck_mismatch(model, kind.__name__, backbone):
+    arguments = {key: value for key, value in arguments.items() if key not in ('init_cfg', '_scope_')}
+    try:
+        with DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmdet')), torch.device('meta'):
+            backbone = kind(**arguments)
+    except Exception as error:  # whatever its values may raise
+        text = f'{error}' if isinstance(error, ValueError) else describe_error(error)
+        raise ValueError(f'model.backbone: {text}') from error
+    if problem := find_neck_mismatch(config.model, kind.__name__, backbone):
         raise ValueError(problem)
 
 
 def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | None:
-    """Return what is wrong with a neck whose input channels differ from the backbone's maps, as those of another arch.
+    """Return an error message if the neck's ``in_channels`` differ from the backbone's output channels, else ``None``.
+
+    In other necks than those of :data:`_NECKS`, ``in_channels`` may have another meaning.
 
     Args:
         model (dict): Config of a detector.
@@ -116,13 +128,14 @@ def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | Non
         backbone (nn.Module): The backbone.
 
     Returns:
-        str | None: The problem with its remedy, or ``None``.
+        str | None: The message, with the remedy.
     """
     widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
     neck = model.get('neck') or {}
     neck = neck[0] if isinstance(neck, (list, tuple)) else neck
-    given = neck.get('in_channels')
-    if not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
+    kind, given = neck.get('type'), neck.get('in_channels')
+    kind = MODELS.get(kind) if isinstance(kind, str) else kind
+    if kind not in _NECKS or not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
         return None
     there = [widths[i] for i in backbone.out_indices]
     if [*given] == there:
@@ -177,7 +190,9 @@ def find_small_heads(config: Config, classes: int) -> dict[str, int]:
     heads |= {f'roi_head.{name}': roi_head.get(name) for name in ('bbox_head', 'mask_head')}
     small = {}
     for name, found in heads.items():
-        for head in found if isinstance(found, (list, tuple)) else [found or {}]:
+        for head in found if isinstance(found, (list, tuple)) else [found]:
+            if not isinstance(head, dict):
+                continue
             number, kind = head.get('num_classes'), head.get('type')
             kind = MODELS.get(kind) if isinstance(kind, str) else kind
             ours = kind is None or kind.__module__.partition('.')[0] in _LIBRARIES
@@ -189,7 +204,8 @@ def find_small_heads(config: Config, classes: int) -> dict[str, int]:
 def count_data_classes(dataset: dict | None) -> int:
     """Return the number of classes that the config of a data set names; 0 if it names none.
 
-    They are those of its ``metainfo``, or else those of its class. Of a panoptic data set, only things have boxes.
+    Classes are those in ``metainfo`` or, if it names none, in ``METAINFO`` of the class. Of a panoptic data set, only
+    things are counted.
 
     Args:
         dataset (dict | None): Config of a data set, or of a wrapper of data sets.
@@ -200,9 +216,10 @@ def count_data_classes(dataset: dict | None) -> int:
         return max(map(count_data_classes, inner if isinstance(inner, (list, tuple)) else [inner]))
     kind = dataset.get('type')
     kind = DATASETS.get(kind) if isinstance(kind, str) else kind
-    for names in (dataset.get('metainfo') or {}, getattr(kind, 'METAINFO', {})):
-        if classes := names.get('thing_classes') or names.get('classes'):
-            return 0 if isinstance(classes, str) else len(classes)  # a text is the name of a file
+    for names in (dataset.get('metainfo'), getattr(kind, 'METAINFO', None)):
+        classes = isinstance(names, Mapping) and (names.get('thing_classes') or names.get('classes'))
+        if classes:  # a string is the path of a file with class names
+            return len(classes) if isinstance(classes, (list, tuple, set, dict)) else 0
     return 0
 
 

@@ -13,13 +13,14 @@ def describe_error(error: Exception) -> str:
         error (Exception): An error that was raised.
 
     Returns:
-        str: Class, first 200 characters of the message (of the line of code if there is none), and the innermost file
+        str: Class, first 200 characters of the message (if it has none, of the line of code), and the innermost file
         and line outside of torch; for a data set without images what to look at.
     """
     if _says_no_images(error):
         return f'its data set {_NO_IMAGES}'
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if 'torch' not in Path(f.filename).parts]
-    text = _shorten(error) or frames[-1].line
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if 'torch' not in Path(f.filename).parts] or every
+    text = _shorten(error) or _shorten(frames[-1].line)
     where = f'{Path(frames[-1].filename).name}, line {frames[-1].lineno}'
     return f'{type(error).__name__}{text and ": "}{text} ({where})'
 

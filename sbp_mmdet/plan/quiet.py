@@ -1,7 +1,6 @@
-"""Standard output without what pycocotools prints when it reads annotations."""
+"""Standard output without the messages of pycocotools."""
 
 import contextlib
-import io
 import re
 import sys
 from collections.abc import Iterator
@@ -11,31 +10,38 @@ __all__ = ['without_reading_of_annotations']
 _OF_PYCOCOTOOLS = re.compile(r'(loading annotations into memory|creating index)\.\.\.|Done \(t=.*s\)|index created!')
 
 
-class _Lines(io.TextIOBase):
-    """Stream that passes on whole lines, but none of pycocotools.
+class _Lines:
+    """Stream that forwards complete lines, except those of pycocotools. All else is that of the stream behind.
 
     Args:
-        stream: Stream that the lines are passed on to.
+        stream: Stream that the lines are written to.
     """
 
     def __init__(self, stream):
         self._stream, self._begun = stream, ''
 
     def write(self, text: str) -> int:
-        """Write some text; a line is passed on when it ends."""
+        """Write some text; a line is forwarded when it is complete, or by :meth:`flush`."""
         *lines, self._begun = f'{self._begun}{text}'.split('\n')
         self._stream.write(''.join(f'{line}\n' for line in lines if not _OF_PYCOCOTOOLS.fullmatch(line)))
         return len(text)
 
-    def close(self) -> None:
-        """Pass on a last line that did not end; the stream behind stays open."""
+    def flush(self) -> None:
+        """Forward a line that is not complete."""
         self._stream.write(self._begun)
         self._begun = ''
+        self._stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager
 def without_reading_of_annotations() -> Iterator[None]:
-    """Drop what pycocotools prints to stdout within the context."""
+    """Suppress the messages that pycocotools prints to stdout while it loads annotations, within the context."""
     lines = _Lines(sys.stdout)
-    with contextlib.closing(lines), contextlib.redirect_stdout(lines):
-        yield
+    try:
+        with contextlib.redirect_stdout(lines):
+            yield
+    finally:
+        lines.flush()

@@ -205,11 +205,11 @@ class _Watch:
         self.around = []  # changed modules whose own code is running; they count the bytes of modules inside of them
         self.devices = {t.device for t in (*model.parameters(), *model.buffers())}
         modules = dict(model.named_modules())
-        # Ids of modules in parts that the preset checkpoints, and in parts that are checkpointed with any preset.
+        # Ids of modules inside parts that the preset checkpoints, and inside parts that the user checkpoints.
         self.recomputed, self.checkpointed = set(), set()
         for module in modules.values():  # a part before the modules in it
             if isinstance(module, (CheckpointedPart, CheckpointedLevels)):
-                if id(module) not in self.recomputed:
+                if id(module) not in self.recomputed and id(module) not in self.checkpointed:
                     self.recomputed.update(map(id, module.modules()))
                     self._note_inputs(module)
             elif isinstance(module, Checkpointed):
@@ -224,7 +224,7 @@ class _Watch:
         """Make a recomputed part count its inputs."""
 
         def note(args, kwargs):
-            if not self.around:
+            if all(outer is part for outer in self.around):
                 self.saved.add(None, ('now',), (args, kwargs))
 
         note_inputs(part, note)

@@ -22,7 +22,7 @@ class _Noted(Mixin):
 
 
 def note_inputs(module: nn.Module, note: Callable[[tuple, dict], None]) -> None:
-    """Report the inputs of a module whenever it runs without gradients.
+    """Call ``note`` with a module's inputs whenever its forward pass runs without gradients.
 
     Args:
         module (nn.Module): The module, changed in place.

@@ -98,13 +98,13 @@ class SignBits(NamedTuple):
 
     @classmethod
     def at_in_strips(
-        cls, signs: Sequence['SignBits'], each: int, shape: tuple, images: Tensor, rows: Tensor, columns: Tensor
+        cls, signs: Sequence['SignBits'], strip_height: int, shape: tuple, images: Tensor, rows: Tensor, columns: Tensor
     ) -> Tensor:
-        """Return whether the elements of a map that was packed in strips of rows are positive, see :meth:`at`.
+        """Like :meth:`at`, for a map whose strips of rows were packed one by one.
 
         Args:
             signs (Sequence[SignBits]): Signs of all strips, in order.
-            each (int): Number of rows of each strip; the last one may have fewer.
+            strip_height (int): Number of rows of each strip; the last one may have fewer.
             shape (tuple): Shape of the whole map.
             images (Tensor): Index of the image of each position, shape (K,).
             rows (Tensor): Index of its row in the whole map, shape (K,).
@@ -114,10 +114,10 @@ class SignBits(NamedTuple):
         if len(signs) == 1:
             return signs[0].at(shape, images, rows, columns)
         n, c, height, width = shape
-        strips = rows.div(each, rounding_mode='floor')
-        start, bits = strips * each, _BITS * len(signs[0].packed)
+        strips = rows.div(strip_height, rounding_mode='floor')
+        start, bits = strips * strip_height, _BITS * len(signs[0].packed)
         joined = cls(torch.cat([one.packed for one in signs]), signs[0].channels_last)
-        shape = n, c, (height - start).clamp_max_(each), width
+        shape = n, c, (height - start).clamp_max_(strip_height), width
         return joined.at(shape, images, rows - start, columns, strips * bits)
 
 
