@@ -243,7 +243,7 @@ def test_what_the_run_needs_beside_its_steps(planning, capsys):
     assert 'num_classes' not in pages[0]
     few = ['train_dataloader.dataset.metainfo.classes=a,b,c', 'model.roi_head.bbox_head.num_classes=2']
     command.main(['plan', FRCNN, '--budget', '8GiB', '--size', '64x64', '--cfg-options', *few])
-    assert 'model.roi_head.bbox_head: num_classes=2, but the config names 3 classes' in capsys.readouterr().out
+    assert 'model.roi_head.bbox_head: num_classes=2, but the training data have 3 classes' in capsys.readouterr().out
 
 
 def test_images_without_boxes_have_none(planning, capsys, monkeypatch):

@@ -180,10 +180,11 @@ CAPS = (_capped(_STEP_R50, 3), _capped(_STEP_B, 5))
 MORE_CAPS = (*(_capped(_STEP_R50, cap) for cap in (2, 4)), *(_capped(_STEP_B, cap) for cap in (4, 6, 8, 10)))
 SYNC_BN = (Trial('Batch norm, and SyncBN of one process', '', ('none', 'SyncBN')),)
 # Gradients under autocast of what stands nowhere above.
+_ATTO = {'model.backbone.arch': 'atto', 'model.neck.in_channels': [40, 80, 160, 320]}
 _SMOKE = dict(presets=(*_ALL, 'reference'), size=(256, 256), rounds=0)
 SMOKE = (
     Trial('ViT-T', VIT.format('t'), **_SMOKE),
-    Trial('ConvNeXt V2', CONVNEXT_V2, **{**_SMOKE, 'options': {'model.backbone.arch': 'atto'}}),
+    Trial('ConvNeXt V2', CONVNEXT_V2, **{**_SMOKE, 'options': _ATTO}),
     Trial('decoder of DINO', DINO, module='decoder', **{**_SMOKE, 'options': {'model.num_queries': 50}}),
     Trial('neck of RTMDet', RTMDET_S, module='neck', **{**_SMOKE, 'presets': _EXACT}),
 )
