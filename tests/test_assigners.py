@@ -14,6 +14,7 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from sbp_mmdet.chunked_targets import assigners, overlaps, targets_in_chunks
+from sbp_mmdet.plan.cuda_rules import cuda_kernels
 from sbp_mmdet.plan.memory import LiveBytes
 
 CONFIGS = [dict(type='DynamicSoftLabelAssigner', topk=13), dict(type='SimOTAAssigner', center_radius=2.5)]
@@ -202,7 +203,7 @@ def test_overlaps_equal_those_of_mmdet(shape, kind, pairs):
 
 @pytest.mark.parametrize(('device', 'strips'), [('cuda', 3), ('cpu', 5)])
 def test_a_gpu_compares_more_pairs_at_a_time(device, strips, monkeypatch):
-    monkeypatch.setattr(assigners, '_IN_CACHES', 2000)
+    monkeypatch.setitem(assigners.LARGEST_STRIP, 'cpu', 2000)
     head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
     targets_in_chunks(head, pairs=1000)
     write, shapes = overlaps.write_overlaps, []
@@ -212,6 +213,19 @@ def test_a_gpu_compares_more_pairs_at_a_time(device, strips, monkeypatch):
         found = head.assigner.iou_calculator(first, second)
         assert found.device.type == device and found.shape == (900, 10)
     assert len(shapes) == strips and sum(rows for rows, _ in shapes) == 900
+
+
+def test_the_planner_counts_the_strips_of_a_gpu(monkeypatch):
+    """Two temporary matrices of as many pairs as a GPU compares at a time, beside the matrix of all pairs."""
+    head = model(dict(type='MaxIoUAssigner', **THRESHOLDS))
+    targets_in_chunks(head)
+    first, second = boxes_of_any_kind(2**18, 0), boxes_of_any_kind(32, 1)
+    expected = bbox_overlaps(first, second)
+    with LiveBytes() as counter, cuda_kernels(counter, compute=False):
+        found = head.assigner.iou_calculator(first, second)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    pairs = 2**23  # of all, and a strip has half of them
+    assert 4 * 2 * pairs <= counter.peak < 4 * 2.2 * pairs
 
 
 class Calculator:

@@ -8,6 +8,7 @@ from helpers import CONFIGS
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.registry import DefaultScope
 from mmengine.structures import InstanceData
 
 from sbp_mmdet.plan import command
@@ -176,7 +177,8 @@ def test_backbones_and_necks_that_are_right_are_accepted():
     check_config(config)
     config.model.neck = dict(type='FPN', in_channels=[80, 160, 320], out_channels=8, num_outs=3)
     config.model.backbone.update(sbp_cfg=None, act_cfg=dict(type='OwnActivation'))
-    check_config(config)
+    with DefaultScope.overwrite_default_scope('mmengine'):  # as before anything is built
+        check_config(config)
 
 
 class Data:

@@ -11,6 +11,8 @@ from stand_ins import copy_into_module
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbp_mmdet.ops import dense_head
+from sbp_mmdet.ops.common.activations import Activation
+from sbp_mmdet.ops.common.kept_maps import KeptCat, KeptMap
 from sbp_mmdet.ops.common.sign_bits import SignBits
 from sbp_mmdet.verify.checks import verify_modules
 
@@ -194,3 +196,11 @@ def test_signs_of_strips_are_those_of_the_map(layout):
     images, rows, columns = (torch.randint(n, (40,), generator=made) for n in (2, 11, 5))
     found = SignBits.at_in_strips([SignBits.pack(strip) for strip in strips], 4, y.shape, images, rows, columns)
     assert torch.equal(found, y[images, :, rows, columns] > 0)
+
+
+def test_maps_that_have_to_be_computed_are_read_strip_by_strip():
+    x = torch.ones(1, 2, 3, 4)
+    assert dense_head._is_whole(KeptMap(x), torch.float32)
+    computed = KeptMap(x, activation=Activation('relu')), KeptMap(x, scale=x, shift=x), KeptCat((KeptMap(x),))
+    assert not any(dense_head._is_whole(saved, torch.float32) for saved in computed)
+    assert not dense_head._is_whole(KeptMap(x), torch.float16)

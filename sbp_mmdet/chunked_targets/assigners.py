@@ -22,14 +22,14 @@ from ..ops.common.precision import FULL
 from ..surgery import Mixin, mix_in, stock_class
 from . import overlaps
 
-__all__ = ['assigners_in_chunks']
+__all__ = ['LARGEST_STRIP', 'assigners_in_chunks']
 
 # Calculators whose every entry depends on its own pair of boxes alone, so that it may be computed with any others.
 _PAIRWISE = (BboxOverlaps2D, BboxOverlaps2D_GLIP)
 # Overlaps in place need fewer temporaries, so their strips hold four times as many pairs, which means fewer launches on
 # a GPU. On a CPU, strips are small enough for its caches.
 _MORE_IN_PLACE = 4
-_IN_CACHES = 2**18
+LARGEST_STRIP = {'cpu': 2**18}
 # Numbers (priors x boxes x classes) of the costs that a dynamic assigner computes at a time.
 _COSTS = 2**22
 # Dynamic assigners, and the negative of the overlap that they give to priors without a box.
@@ -113,7 +113,7 @@ class _PairsInChunks(Mixin):
         if boxes := _find_corners(self, first, second, mode):
             first, second = boxes
             out, pairs = first.new_empty(rows, columns), _MORE_IN_PLACE * self.pairs
-            for place, *strip in _strips(first, second, pairs if out.is_cuda else min(pairs, _IN_CACHES)):
+            for place, *strip in _strips(first, second, min(pairs, LARGEST_STRIP.get(out.device.type, pairs))):
                 overlaps.write_overlaps(out[place], *strip, mode)
             return out
         if rows * columns <= self.pairs:

@@ -28,7 +28,7 @@ from .common.autograd_function import (
 )
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import DEEPEST, keep, kept
-from .common.map_norms import affine_of_norm, zero_of
+from .common.map_norms import affine_of_norm, keeps_full_precision, zero_of
 from .common.precision import cast, no_autocast
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
 from .csp_backward import GROUP, CSPBackward, CSPSaved
@@ -153,8 +153,8 @@ class _Forward:
         s, given, first = self.settings, x, self.settings.layers[0]
         x = cast(x, first.dtype)
         source = kept(given, x, first.form.storage) if self._needs_source() else None
-        if first.norm == 'group' and x.is_cuda:
-            x = given  # CUDA's autocast runs group norm in full, so the maps between convolutions are not rounded
+        if keeps_full_precision(first, x):
+            x = given
         if not s.whole:
             y = self._blocks(x, 0)
             self.saved = CSPSaved(source, tuple(self.sums))

@@ -27,6 +27,7 @@ from .common.autograd_function import (
 )
 from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
+from .common.map_norms import keeps_full_precision
 from .common.precision import cast, no_autocast
 from .common.sign_bits import SignBits
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
@@ -172,8 +173,8 @@ def _run(members, x, saves=True):
     s, given, saved = members[0].layers[0].s, x, []
     x = cast(x, s.dtype)
     source = kept(given, x, s.form.storage) if saves else None
-    if s.norm == 'group' and x.is_cuda:
-        x = given  # CUDA's autocast runs group norm in full, so sums of blocks are not rounded
+    if keeps_full_precision(s, x):
+        x = given
     saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
     for n, own in enumerate(members):
         x, last, signs, layers = run_block(own, x, saves, saves_last)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..chunked_targets import overlaps as in_place
+from ..chunked_targets.assigners import LARGEST_STRIP
 from ..chunked_targets.mask_heads import CroppedInChunks
 from ..ops.common.layouts import CHUNK
 
@@ -145,6 +146,7 @@ def cuda_kernels(counter, compute: bool):
     with (
         _rules_in_replays(),
         mock.patch.dict(CHUNK, cpu=CHUNK['cuda']),
+        mock.patch.dict(LARGEST_STRIP, clear=True),
         mock.patch.object(NMSop, 'forward', staticmethod(nms_in_full)),
         mock.patch.object(Tensor, 'cuda', lambda tensor, *args, **kwargs: tensor),
         _roi_align(counter, compute, unneeded),
@@ -225,14 +227,14 @@ class _Unneeded:
             if self._compute or is_aligned or not many or bboxes1.requires_grad or bboxes2.requires_grad:
                 return of_boxes(bboxes1, bboxes2, mode, is_aligned)
             result = self._run(of_boxes, bboxes1, bboxes2, mode)
-            _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode)
+            _write_uncounted(lambda out, *boxes: out.copy_(of_boxes(*boxes)), result, bboxes1, bboxes2, mode)
             return result
 
         def overlaps_in_place(out, first, second, mode='iou'):
             if self._compute or out.numel() < _MANY_PAIRS:
                 return write_overlaps(out, first, second, mode)
             self._run(write_overlaps, out, first, second, mode)
-            _write_overlaps(of_boxes, out, first, second, mode)
+            _write_uncounted(write_overlaps, out, first, second, mode)
 
         with (
             mock.patch.object(in_place, 'write_overlaps', overlaps_in_place),
@@ -250,10 +252,10 @@ class _Unneeded:
             self.runs = False
 
 
-def _write_overlaps(of_boxes, result, bboxes1, bboxes2, mode):
+def _write_uncounted(write, result, bboxes1, bboxes2, mode):
     """Write overlaps to ``result``, in chunks that stay in a CPU's caches, and without counting them."""
     chunk = max(_MANY_PAIRS // len(bboxes1), 1)
     with _disable_current_modes():
         for start in range(0, len(bboxes2), chunk):
             columns = slice(start, start + chunk)
-            result[:, columns] = of_boxes(bboxes1, bboxes2[columns], mode)
+            write(result[:, columns], bboxes1, bboxes2[columns], mode)

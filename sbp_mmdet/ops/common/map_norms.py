@@ -17,6 +17,7 @@ __all__ = [
     'Statistics',
     'affine_of_norm',
     'centred',
+    'keeps_full_precision',
     'normalise',
     'normalise_backward',
     'zero_of',
@@ -64,6 +65,16 @@ def normalise(s, t, z):
     cudnn = torch.backends.cudnn.enabled
     out, mean, rstd, reserve, kernel = torch._batch_norm_impl_index(z, *norm, True, s.momentum, s.eps, cudnn)
     return out, Statistics(mean, rstd), reserve if kernel == _CUDNN else None
+
+
+def keeps_full_precision(s, x: Tensor) -> bool:
+    """Return whether maps between convolutions are not rounded under autocast: CUDA's runs group norm in full.
+
+    Args:
+        s (ConvNormSettings): Settings of the layers.
+        x (Tensor): A map.
+    """
+    return s.norm == 'group' and x.is_cuda
 
 
 def _for_group_norm(z, weight):
