@@ -14,6 +14,8 @@ from oracles import DEVICE, assert_equal_statistics
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.ops.common import sign_bits
+from sbp_mmdet.ops.common.sign_bits import SignBits, SignPacker, SignReader
 from sbp_mmdet.plan.memory import peak_bytes
 
 BN, GN = dict(type='BN'), dict(type='GN', num_groups=4)
@@ -121,8 +123,9 @@ def test_no_more_is_stored_than_checkpoints_of_blocks_store(block, blocks, prese
     assert counts - out.nbytes <= most + blocks * 3 * out.nbytes / 32
 
 
-def test_what_was_used_is_freed():
+def test_what_was_used_is_freed(monkeypatch):
     """The first block, of stride 2, has the largest maps; at its peak, the maps of later blocks have been freed."""
+    monkeypatch.setattr(sign_bits, '_GROUP', 0)  # signs are packed one by one, as those of large maps are
     lean, x = build_lean_and_plain(blocks=3, width=16)[0].float(), torch.randn(8, 16, 28, 28).to(DEVICE)
 
     def run():
@@ -154,8 +157,6 @@ def test_a_convolution_that_answers_differently_the_second_time(name, preset, mo
 
 
 def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
-    from sbp_mmdet.ops.common.sign_bits import SignBits
-
     for shape in ((1, 1, 1, 1), (2, 3, 5, 7), (0, 3, 4, 4), (1, 16, 4, 4)):
         u = torch.randn(shape).to(DEVICE)
         for layout in (torch.contiguous_format, torch.channels_last):
@@ -168,6 +169,25 @@ def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
     nan = torch.tensor([1.0, -1.0, torch.nan, 0.0]).view(1, 4, 1, 1).to(DEVICE)
     assert SignBits.pack(F.relu(nan)).relu_(nan.clone()).flatten().tolist()[:2] == [1.0, 0.0]
     assert SignBits.pack(F.relu(nan)).relu_(nan.clone()).isnan().any()
+
+
+@pytest.mark.parametrize('group', [0, 100, 250, 2**24])
+def test_signs_that_are_packed_together(group, monkeypatch):
+    """They are those of each map, in whichever order the maps are read, and if one is read again."""
+    monkeypatch.setattr(sign_bits, '_GROUP', group)
+    shapes = (1, 3, 5, 7), (2, 8, 3, 3), (1, 1, 1, 1), (1, 2, 3, 3), (1, 16, 4, 4), (1, 4, 5, 2)
+    layouts = itertools.cycle((torch.contiguous_format, torch.channels_last))
+    maps = [torch.randn(shape).to(DEVICE).relu_().contiguous(memory_format=next(layouts)) for shape in shapes]
+    packer = SignPacker()
+    numbers = [packer.add(y.clone(), kind) for y, kind in zip(maps, 'ababbb', strict=True)]
+    signs = packer.finish()
+    assert sum(map(len, signs.packed)) <= sum(y.numel() for y in maps) / 8 + len(signs.packed)
+    reader = SignReader(signs)
+    for i in (0, 2, 5, 4, 3, 1, 3, 0, 0):
+        other = torch.randn_like(maps[i])
+        result = reader.relu_(numbers[i], other.clone())
+        assert torch.equal(result.gt(0), maps[i].gt(0))
+        assert torch.equal(result, other.clamp(min=torch.finfo(other.dtype).tiny) * maps[i].gt(0))
 
 
 FROZEN = {

@@ -14,7 +14,7 @@ from .common.activations import Activation
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.map_norms import affine_of_norm, zero_of
-from .common.sign_bits import SignBits
+from .common.sign_bits import SignPacker, SignReader
 from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
 
 __all__ = [
@@ -66,14 +66,15 @@ class KeptBlock(NamedTuple):
 
     Attributes:
         last (KeptMap | None): Input r of its last layer. If ``None``, it is recomputed too.
-        signs (tuple[SignBits, ...]): Signs of the ReLUs whose outputs are recomputed from the block's input.
-        output (SignBits | None): Signs of the block's output. ``None`` for the last block, whose output is saved.
+        signs (tuple[int, ...]): Numbers of the ReLUs whose outputs are recomputed from the block's input, among the
+            signs of the pass.
+        output (int | None): That of the block's output. ``None`` for the last block, whose output is saved.
         layers (tuple[KeptLayer | None, ...]): Statistics of each layer, those of the shortcut last.
     """
 
     last: KeptMap | None
-    signs: tuple[SignBits, ...]
-    output: SignBits | None
+    signs: tuple[int, ...]
+    output: int | None
     layers: tuple[KeptLayer | None, ...]
 
 
@@ -84,11 +85,14 @@ class Members(NamedTuple):
         layers (Sequence[Layer]): The convolutions with norm.
         shortcut (Layer | None): That of the shortcut. If ``None``, the shortcut is the block's own input.
         pool (AveragePool | None): Pooling in front of it.
+        signs (SignPacker | SignReader | None): Signs of the recomputed ReLUs of the whole pass: in the forward pass
+            those that are saved, or ``None`` if no backward pass will follow.
     """
 
     layers: Sequence[Layer]
     shortcut: Layer | None
     pool: AveragePool | None
+    signs: SignPacker | SignReader | None
 
 
 class Inside(NamedTuple):
@@ -123,22 +127,25 @@ def of_blocks(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequenc
     return parts
 
 
-def members_of(blocks: Sequence[BlockSettings], layers: Sequence[Layer]) -> list[Members]:
+def members_of(
+    blocks: Sequence[BlockSettings], layers: Sequence[Layer], signs: SignPacker | SignReader | None = None
+) -> list[Members]:
     """Return the layers of each block.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of each block.
         layers (Sequence[Layer]): The layers of all blocks, in the order of :func:`of_blocks`.
+        signs (SignPacker | SignReader | None): See :class:`Members`. Default: None.
     """
     members = []
     for block, own in zip(blocks, of_blocks(blocks, layers), strict=True):
-        members.append(Members(own[: block.number], own[-1] if block.projects else None, block.pool))
+        members.append(Members(own[: block.number], own[-1] if block.projects else None, block.pool, signs))
     return members
 
 
 def run_block(
-    members: Members, x: Tensor, saves: bool = False, saves_last: bool = True
-) -> tuple[Tensor, KeptMap | None, tuple[SignBits, ...], tuple[KeptLayer | None, ...]]:
+    members: Members, x: Tensor, saves_last: bool = True
+) -> tuple[Tensor, KeptMap | None, tuple[int, ...], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
     The shortcut is added in the precision of the norm, as by the block's own code: in full on a GPU under autocast, if
@@ -147,8 +154,7 @@ def run_block(
     Args:
         members (Members): Layers of the block.
         x (Tensor): Input of the block, shape (N, C, H, W).
-        saves (bool): Whether a backward pass will follow. Default: False.
-        saves_last (bool): Whether the input of the last layer is saved for it. Default: True.
+        saves_last (bool): Whether the input of the last layer is saved for a backward pass. Default: True.
 
     Returns:
         tuple: The output, and what :class:`KeptBlock` says of the input of the last layer, of signs and of layers.
@@ -159,10 +165,10 @@ def run_block(
         z, out, layer = run_layer(member, out)
         out = torch.relu_(out if out.dtype is z.dtype else out.to(z.dtype))
         layers.append(layer)
-        if saves and saves_last and i + 1 == len(first):
+        if members.signs is not None and saves_last and i + 1 == len(first):
             last = _keep_input(member, z, out, layer)
-        elif saves:
-            signs.append(SignBits.pack(out))
+        elif members.signs is not None:
+            signs.append(members.signs.add(out, 'inside'))
         del z
     _, out, layer = run_layer(final, out)
     layers.append(layer)
@@ -185,12 +191,12 @@ def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | 
         known (Inside | None): Maps that were recomputed before, which stay. If ``None``, there are none. Default: None.
     """
     inside = Inside([], [])
-    for i, (member, signs, layer) in enumerate(zip(members.layers, saved.signs, saved.layers, strict=False)):
+    for i, (member, number, layer) in enumerate(zip(members.layers, saved.signs, saved.layers, strict=False)):
         if known is not None and known.inputs[i] is not None:
             x, z = known.inputs[i], known.outputs[i]
         else:
             z, out = rerun_layer(member, x, layer)
-            x, z = signs.relu_(out), None if layer is None else z
+            x, z = members.signs.relu_(number, out), None if layer is None else z
         inside.inputs.append(x)
         inside.outputs.append(z)
     return inside
@@ -212,7 +218,7 @@ def rerun_output(members: Members, saved: KeptBlock, x: Tensor, last: Tensor | N
         out.add_(x)
     else:
         out.add_(rerun_layer(members.shortcut, _pooled(members.pool, x), saved.layers[-1])[1])
-    return saved.output.relu_(out)
+    return members.signs.relu_(saved.output, out)
 
 
 def block_backward(

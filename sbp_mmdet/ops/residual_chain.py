@@ -29,7 +29,7 @@ from .common.handed_maps import hand_on
 from .common.kept_maps import keep, kept
 from .common.map_norms import keeps_full_precision
 from .common.precision import cast, no_autocast
-from .common.sign_bits import SignBits
+from .common.sign_bits import SignPacker, SignReader
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
 from .residual_block import (
     RELU,
@@ -74,7 +74,7 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
     The input of the last convolution is recomputed too with ``form.minimal``, and in a block of two convolutions that
     is a chain by itself, whose input is no larger. Then all convolutions but the last one of the chain are recomputed.
 
-    Signs of recomputed ReLUs are saved, one bit for each element, see :class:`.SignBits`. No copy of a weight is saved:
+    Signs of recomputed ReLUs are saved, one bit for each element, see :mod:`.sign_bits`. No copy of a weight is saved:
     batch norms in evaluation mode are folded again, by three saved numbers for each channel. Blocks in front of the
     first one that needs a gradient save nothing.
 
@@ -97,7 +97,7 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
         return apply_function(_Chain, settings, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         layers = layers_of_pass([*zip(settings.layers, tensors, strict=True)])
-        return _run(members_of(settings.blocks, layers), x, saves=False)[0]
+        return _run(members_of(settings.blocks, layers), x)[0]
 
 
 def _flat(layers):
@@ -132,17 +132,17 @@ class _Chain(torch.autograd.Function):
         with no_autocast(x):
             if first:
                 before = [*zip(settings.layers, tensors[: ctx.skipped], strict=False)]
-                x = _run(members_of(settings.blocks[:first], layers_of_pass(before)), x, saves=False)[0]
+                x = _run(members_of(settings.blocks[:first], layers_of_pass(before)), x)[0]
             pairs = [*zip(ctx.layers, tensors[ctx.skipped :], strict=True)]
-            layers = layers_of_pass(pairs)
-            y, source, saved = _run(members_of(ctx.blocks, layers), x)
+            layers, signs = layers_of_pass(pairs), SignPacker()
+            y, source, saved = _run(members_of(ctx.blocks, layers, signs), x)
             s = layers[0].s
             output = keep(cast(y, s.dtype), s.form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
             hand_on(y, output)
         norms, tensors_saved = layers[0].norms, []
         factors = norms.factors if norms.numbers else None
-        ctx.structure = take_tensors_out((source, saved, output, factors), tensors_saved)
+        ctx.structure = take_tensors_out((source, saved, output, factors, signs.finish()), tensors_saved)
         ctx.save_for_backward(*tensors_saved, *_flat(pairs))
         return y
 
@@ -150,36 +150,36 @@ class _Chain(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad):
         tensors = iter(saved_tensors_of(ctx))
-        source, saved, output, factors = put_tensors_back(ctx.structure, tensors)
+        source, saved, output, factors, signs = put_tensors_back(ctx.structure, tensors)
         saved, pairs = [*saved], [*zip(ctx.layers, _unflat([*tensors]), strict=True)]
         with no_autocast(grad):
             layers = layers_of_pass(pairs, True, factors)
             grads = [output.activation_backward(cast(grad, layers[0].s.dtype))]
             del output
-            members = members_of(ctx.blocks, layers)
+            members = members_of(ctx.blocks, layers, SignReader(signs))
             dx, gradients = _backward(members, source, saved, grads, ctx.needs, ctx.needs_input_grad[2])
             gradients = parameter_gradients(layers, gradients)
         skipped = [None] * ctx.skipped * len(PARAMETERS)
         return None, None, None if dx is None else cast(dx, ctx.dtype), *skipped, *gradients
 
 
-def _run(members, x, saves=True):
+def _run(members, x):
     """Run the blocks.
 
     Returns:
         tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block and, if a backward pass will
         follow, the saved input and what each block saves.
     """
-    s, given, saved = members[0].layers[0].s, x, []
+    s, signs, given, saved = members[0].layers[0].s, members[0].signs, x, []
     x = cast(x, s.dtype)
-    source = kept(given, x, s.form.storage) if saves else None
+    source = None if signs is None else kept(given, x, s.form.storage)
     if keeps_full_precision(s, x):
         x = given
     saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
     for n, own in enumerate(members):
-        x, last, signs, layers = run_block(own, x, saves, saves_last)
-        output = SignBits.pack(x) if saves and n + 1 < len(members) else None
-        saved.append(KeptBlock(last, signs, output, layers))
+        x, last, numbers, layers = run_block(own, x, saves_last)
+        output = None if signs is None or n + 1 == len(members) else signs.add(x, 'output')
+        saved.append(KeptBlock(last, numbers, output, layers))
     return x, source, tuple(saved)
 
 

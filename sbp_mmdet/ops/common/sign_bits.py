@@ -1,4 +1,9 @@
-"""The signs of a feature map, one bit an element, for ReLUs whose output is recomputed in the backward pass."""
+"""The signs of a feature map, one bit an element, for ReLUs whose output is recomputed in the backward pass.
+
+A kernel may round differently when it runs again (``cudnn.benchmark``, other threads). An element near zero may then
+change its sign, and the ReLU's gradient changes by the whole incoming gradient, not by a rounding error. The saved
+signs keep each recomputed element on its side of zero.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -8,20 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ['SignBits']
+__all__ = ['PackedSigns', 'SignBits', 'SignPacker', 'SignReader']
 
 _BITS = 8
 # Multiplies eight bytes, each 0 or 1, that lie side by side in an integer: the highest byte of the product has their
 # bits, the first byte's lowest. Every other bit of the product goes to a place of its own, so that nothing is carried.
 _GATHER = 0x0102040810204080
+# Most elements of maps whose signs are packed together. Their bits exist as bytes for a while, so it bounds memory.
+_GROUP = 2**24
 
 
 class SignBits(NamedTuple):
     """Bit mask of the positive elements of a ReLU's output.
-
-    A kernel may round differently when it runs again (``cudnn.benchmark``, other threads). An element near zero may
-    then change its sign, and the ReLU's gradient changes by the whole incoming gradient, not by a rounding error. The
-    saved signs keep each recomputed element on its side of zero.
 
     Attributes:
         packed (Tensor): Bytes, shape (ceil(numel / 8),). A set bit is an element that is positive. A byte holds eight
@@ -42,14 +45,8 @@ class SignBits(NamedTuple):
         Returns:
             SignBits: The signs.
         """
-        channels_last = not y.is_contiguous()
-        # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step. A cast to bool
-        # asks the same as `y != 0`, of which CPUs have no fast kernel.
-        bits = (y.permute(0, 2, 3, 1) if channels_last else y).reshape(-1).bool()
-        if rest := -bits.shape[0] % _BITS:
-            bits = F.pad(bits, (0, rest))
-        gathered = bits.view(torch.int64).mul_(_GATHER)
-        return cls(gathered.view(torch.uint8)[_BITS - 1 :: _BITS].contiguous(), channels_last)
+        bits, channels_last = _bits_of(y)
+        return cls(_pack(bits), channels_last)
 
     def relu_(self, u: Tensor) -> Tensor:
         """Apply the ReLU to a recomputed map in place.
@@ -60,19 +57,7 @@ class SignBits(NamedTuple):
         Returns:
             Tensor: The output, positive exactly where the first output was. It is ``u`` itself if the layout permits.
         """
-        u = u.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
-        u.clamp_min_(torch.finfo(u.dtype).tiny)
-        # A CPU multiplies ten times faster than it fills by a mask; a GPU multiplies two data types in a slow kernel.
-        masks = u.device.type != 'cpu'
-        bits = _bytes_of_bits(u.device, masks).index_select(0, self.packed.int()).view(torch.uint8)
-        if rest := -u.numel() % _BITS:
-            bits = bits[:-rest]
-        flat = (u.permute(0, 2, 3, 1) if self.channels_last else u).view(-1)
-        if masks:
-            flat.masked_fill_(bits.view(torch.bool), 0)
-        else:
-            flat.mul_(bits)
-        return u
+        return _relu_(u, _unpack(self.packed, u.numel()), self.channels_last)
 
     def at(self, shape: tuple, images: Tensor, rows: Tensor, columns: Tensor, first: Tensor | int = 0) -> Tensor:
         """Return whether the elements at some positions are positive.
@@ -119,6 +104,139 @@ class SignBits(NamedTuple):
         joined = cls(torch.cat([one.packed for one in signs]), signs[0].channels_last)
         shape = n, c, (height - start).clamp_max_(strip_height), width
         return joined.at(shape, images, rows - start, columns, strips * bits)
+
+
+class PackedSigns(NamedTuple):
+    """Signs of the outputs of several ReLUs, packed in groups of maps.
+
+    Attributes:
+        packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map behind the other.
+        sizes (tuple[tuple[int, ...], ...]): Numbers of elements of the maps of each group.
+        places (tuple[tuple[int, int, bool], ...]): For each map its group, its number in the group, and whether
+            channels are its fastest dimension in memory.
+    """
+
+    packed: tuple[Tensor, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, int, bool], ...]
+
+
+class SignPacker:
+    """Packs the signs of the outputs of several ReLUs: small maps of one kind together, by the calls for a single map.
+
+    Maps of one kind are read after each other in the backward pass.
+    """
+
+    def __init__(self):
+        self._packed, self._sizes, self._places, self._waiting = [], [], [], {}
+
+    def add(self, y: Tensor, kind: str) -> int:
+        """Add the output of a ReLU, and return the number that :meth:`SignReader.relu_` takes.
+
+        Args:
+            y (Tensor): The output, shape (N, C, H, W). It is not needed afterwards.
+            kind (str): Name of the kind.
+        """
+        (bits, channels_last), number = _bits_of(y), len(self._places)
+        size = bits.shape[0]
+        self._places.append((None, None, channels_last))
+        if 2 * size > _GROUP:
+            self._close([(number, bits)])
+            return number
+        waiting = self._waiting.setdefault(kind, [])
+        if size + sum([other.shape[0] for _, other in waiting]) > _GROUP:
+            self._close(waiting)
+            waiting.clear()
+        waiting.append((number, bits))
+        return number
+
+    def finish(self) -> PackedSigns:
+        """Return the signs of all maps that were added."""
+        for waiting in self._waiting.values():
+            self._close(waiting)
+        return PackedSigns(tuple(self._packed), tuple(self._sizes), tuple(self._places))
+
+    def _close(self, maps):
+        numbers, bits = zip(*maps, strict=True)
+        for i, number in enumerate(numbers):
+            self._places[number] = len(self._packed), i, self._places[number][2]
+        self._packed.append(_pack(bits[0] if len(bits) == 1 else torch.cat(bits)))
+        self._sizes.append(tuple([one.shape[0] for one in bits]))
+
+
+class SignReader:
+    """Applies ReLUs to recomputed maps by the signs that a :class:`SignPacker` packed.
+
+    A group of maps stays unpacked until each of them was read.
+
+    Args:
+        signs (PackedSigns): The signs.
+    """
+
+    def __init__(self, signs: PackedSigns):
+        self._signs, self._unpacked = signs, {}
+
+    def relu_(self, number: int, u: Tensor) -> Tensor:
+        """Apply a ReLU in place, as :meth:`SignBits.relu_`.
+
+        Args:
+            number (int): What :meth:`SignPacker.add` returned for the ReLU's output.
+            u (Tensor): Input of the ReLU, shape (N, C, H, W).
+        """
+        group, i, channels_last = self._signs.places[number]
+        unpacked = self._unpacked.get(group)
+        if unpacked is None:
+            sizes = self._signs.sizes[group]
+            bits = _unpack(self._signs.packed[group], sum(sizes))
+            unpacked = [*torch.split_with_sizes(bits, sizes)] if len(sizes) > 1 else [bits]
+            self._unpacked[group] = unpacked
+        bits, unpacked[i] = unpacked[i], None
+        if bits is None:  # it was read before, and is so again
+            del self._unpacked[group]
+            return self.relu_(number, u)
+        if not any([one is not None for one in unpacked]):
+            del self._unpacked[group]
+        return _relu_(u, bits, channels_last)
+
+
+def _bits_of(y):
+    """Return the signs as bools in the order of memory, and whether channels are the fastest dimension there."""
+    channels_last = not y.is_contiguous()
+    # Not `y > 0`: plain ReLU passes the gradient of NaN, so that gradient scaling skips the step. A cast to bool asks
+    # the same as `y != 0`, of which CPUs have no fast kernel.
+    return (y.permute(0, 2, 3, 1) if channels_last else y).reshape(-1).bool(), channels_last
+
+
+def _pack(bits):
+    """Pack bools, which are overwritten, shape (K,), into bytes."""
+    if rest := -bits.shape[0] % _BITS:
+        bits = F.pad(bits, (0, rest))
+    gathered = bits.view(torch.int64).mul_(_GATHER)
+    return gathered.view(torch.uint8)[_BITS - 1 :: _BITS].contiguous()
+
+
+def _unpack(packed, size):
+    """Return what :func:`_relu_` multiplies or masks the elements by, shape (K,) with their number K."""
+    masks = _masks(packed)
+    bits = _bytes_of_bits(packed.device, masks).index_select(0, packed.int())
+    bits = bits.view(torch.bool if masks else torch.uint8)
+    return bits if bits.shape[0] == size else bits[:size]
+
+
+def _masks(x):
+    """Return whether elements are filled by a mask. A CPU multiplies ten times faster; a GPU would do that slowly."""
+    return x.device.type != 'cpu'
+
+
+def _relu_(u, bits, channels_last):
+    u = u.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    u.clamp_min_(torch.finfo(u.dtype).tiny)
+    flat = (u.permute(0, 2, 3, 1) if channels_last else u).view(-1)
+    if _masks(u):
+        flat.masked_fill_(bits, 0)
+    else:
+        flat.mul_(bits)
+    return u
 
 
 @functools.lru_cache(maxsize=8)
