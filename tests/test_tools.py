@@ -10,6 +10,8 @@ from pathlib import Path
 import mmengine
 import pytest
 from helpers import TOOLS, make_project, run
+from mmdet.models.roi_heads.mask_heads import FCNMaskHead
+from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 
 import mmdet_script  # isort: skip  (helpers puts tools/ on the path)
@@ -290,6 +292,20 @@ def test_heads_with_fewer_classes_than_the_data(config, head):
     preflight.check_config(config, ('train',))  # a class too many is a waste, not an error
     config.merge_from_dict({f'model.{head}.num_classes': labels - 1})
     with pytest.raises(PreflightError, match=rf'model.{head}: num_classes={labels - 1}, .* set num_classes={labels}'):
+        preflight.check_config(config, ('train',))
+
+
+def test_a_head_of_the_users_own_may_count_classes_otherwise(config):
+    class Head(FCNMaskHead):
+        pass
+
+    config.merge_from_dict({'model.roi_head.mask_head.num_classes': 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS._module_dict, 'HeadOfAnother', Head)
+        config.model.roi_head.mask_head.type = 'HeadOfAnother'
+        preflight.check_config(config, ('train',))
+    config.model.roi_head.mask_head.type = 'FCNMaskHead'
+    with pytest.raises(PreflightError, match='mask_head: num_classes=1'):
         preflight.check_config(config, ('train',))
 
 

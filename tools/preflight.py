@@ -122,8 +122,12 @@ def _labels_are_categories(kind, config):
     """
     found = [step.get('type') for step in _dicts((config.get('train_dataloader') or {}).get('dataset'))]
     steps = [TRANSFORMS.get(name) if isinstance(name, str) else name for name in found]
-    own = [step for step in steps if step is not None and step.__module__.partition('.')[0] not in ('mmcv', 'mmdet')]
-    return kind.parse_data_info is CocoDataset.parse_data_info and not own
+    return kind.parse_data_info is CocoDataset.parse_data_info and all(map(_is_of_mmdet, steps))
+
+
+def _is_of_mmdet(kind):
+    """Return whether a class is of mmdet or mmcv; so is ``None``, a name that is not registered yet."""
+    return kind is None or kind.__module__.partition('.')[0] in ('mmcv', 'mmdet')
 
 
 def _check_num_classes(config, labels, known):
@@ -141,7 +145,8 @@ def _check_num_classes(config, labels, known):
     }
     for name, found in heads.items():
         for head in found if isinstance(found, (list, tuple)) else [found or {}]:
-            if head.get('class_agnostic'):
+            kind = MODELS.get(head['type']) if isinstance(head.get('type'), str) else head.get('type')
+            if head.get('class_agnostic') or not _is_of_mmdet(kind):  # another head may count its classes otherwise
                 continue
             if isinstance(number := head.get('num_classes'), int) and number < labels:
                 raise PreflightError(
