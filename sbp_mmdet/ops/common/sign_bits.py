@@ -19,7 +19,7 @@ _BITS = 8
 # Multiplies eight bytes, each 0 or 1, that lie side by side in an integer: the highest byte of the product has their
 # bits, the first byte's lowest. Every other bit of the product goes to a place of its own, so that nothing is carried.
 _GATHER = 0x0102040810204080
-# Most elements of maps whose signs are packed together. Their bits exist as bytes for a while, so it bounds memory.
+# Most elements of maps whose signs are packed together. Unpacked, each element takes a byte, so this bounds memory.
 _GROUP = 2**24
 
 
@@ -111,35 +111,32 @@ class PackedSigns(NamedTuple):
 
     Attributes:
         packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map behind the other.
-        sizes (tuple[tuple[int, ...], ...]): Numbers of elements of the maps of each group.
-        places (tuple[tuple[int, int, bool], ...]): For each map its group, its number in the group, and whether
-            channels are its fastest dimension in memory.
+        groups (tuple[tuple[int, ...], ...]): Numbers of the maps of each group, in order.
+        maps (tuple[tuple[int, int, bool], ...]): For each map its group, its number of elements, and whether channels
+            are its fastest dimension in memory.
     """
 
     packed: tuple[Tensor, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    places: tuple[tuple[int, int, bool], ...]
+    groups: tuple[tuple[int, ...], ...]
+    maps: tuple[tuple[int, int, bool], ...]
 
 
 class SignPacker:
-    """Packs the signs of the outputs of several ReLUs: small maps of one kind together, by the calls for a single map.
-
-    Maps of one kind are read after each other in the backward pass.
-    """
+    """Packs the signs of the outputs of several ReLUs. Small maps are packed together, which takes fewer calls."""
 
     def __init__(self):
-        self._packed, self._sizes, self._places, self._waiting = [], [], [], {}
+        self._packed, self._groups, self._maps, self._waiting = [], [], [], {}
 
     def add(self, y: Tensor, kind: str) -> int:
         """Add the output of a ReLU, and return the number that :meth:`SignReader.relu_` takes.
 
         Args:
             y (Tensor): The output, shape (N, C, H, W). It is not needed afterwards.
-            kind (str): Name of the kind.
+            kind (str): A name. Maps of one kind may be packed together, so they should be read one after the other.
         """
-        (bits, channels_last), number = _bits_of(y), len(self._places)
+        (bits, channels_last), number = _bits_of(y), len(self._maps)
         size = bits.shape[0]
-        self._places.append((None, None, channels_last))
+        self._maps.append((None, size, channels_last))
         if 2 * size > _GROUP:
             self._close([(number, bits)])
             return number
@@ -154,14 +151,14 @@ class SignPacker:
         """Return the signs of all maps that were added."""
         for waiting in self._waiting.values():
             self._close(waiting)
-        return PackedSigns(tuple(self._packed), tuple(self._sizes), tuple(self._places))
+        return PackedSigns(tuple(self._packed), tuple(self._groups), tuple(self._maps))
 
-    def _close(self, maps):
-        numbers, bits = zip(*maps, strict=True)
-        for i, number in enumerate(numbers):
-            self._places[number] = len(self._packed), i, self._places[number][2]
+    def _close(self, group):
+        numbers, bits = zip(*group, strict=True)
+        for number in numbers:
+            self._maps[number] = len(self._groups), *self._maps[number][1:]
+        self._groups.append(numbers)
         self._packed.append(_pack(bits[0] if len(bits) == 1 else torch.cat(bits)))
-        self._sizes.append(tuple([one.shape[0] for one in bits]))
 
 
 class SignReader:
@@ -183,20 +180,13 @@ class SignReader:
             number (int): What :meth:`SignPacker.add` returned for the ReLU's output.
             u (Tensor): Input of the ReLU, shape (N, C, H, W).
         """
-        group, i, channels_last = self._signs.places[number]
-        unpacked = self._unpacked.get(group)
-        if unpacked is None:
-            sizes = self._signs.sizes[group]
-            bits = _unpack(self._signs.packed[group], sum(sizes))
-            unpacked = [*torch.split_with_sizes(bits, sizes)] if len(sizes) > 1 else [bits]
-            self._unpacked[group] = unpacked
-        bits, unpacked[i] = unpacked[i], None
-        if bits is None:  # it was read before, and is so again
-            del self._unpacked[group]
-            return self.relu_(number, u)
-        if not any([one is not None for one in unpacked]):
-            del self._unpacked[group]
-        return _relu_(u, bits, channels_last)
+        group, _, channels_last = self._signs.maps[number]
+        if number not in self._unpacked:
+            numbers = self._signs.groups[group]
+            sizes = [self._signs.maps[i][1] for i in numbers]
+            bits = torch.split_with_sizes(_unpack(self._signs.packed[group], sum(sizes)), sizes)
+            self._unpacked.update(zip(numbers, bits, strict=True))
+        return _relu_(u, self._unpacked.pop(number), channels_last)
 
 
 def _bits_of(y):
@@ -224,7 +214,7 @@ def _unpack(packed, size):
 
 
 def _masks(x):
-    """Return whether elements are filled by a mask. A CPU multiplies ten times faster; a GPU would do that slowly."""
+    """Return whether to mask elements, as on a GPU, or to multiply them, which is ten times as fast on a CPU."""
     return x.device.type != 'cpu'
 
 
