@@ -19,8 +19,9 @@ _BITS = 8
 # Multiplies eight bytes, each 0 or 1, that lie side by side in an integer: the highest byte of the product has their
 # bits, the first byte's lowest. Every other bit of the product goes to a place of its own, so that nothing is carried.
 _GATHER = 0x0102040810204080
-# Most elements of maps whose signs are packed together. Unpacked, each element takes a byte, so this bounds memory.
-_GROUP = 2**24
+# Most elements of maps whose signs are packed together. Unpacked, each element takes a byte. With four times as many, a
+# step of Mask R-CNN R-50 at 2 x 800 x 1333 would be counted 2 % higher; the signs of its large maps are packed alone.
+_GROUP = 2**22
 
 
 class SignBits(NamedTuple):
