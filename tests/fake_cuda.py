@@ -17,9 +17,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import sbp_mmdet.ops.common.sign_bits as sign_bits
-import sbp_mmdet.ops.window_attention as windows
-from sbp_mmdet.ops.window_layout import window_layout
+from sbp_mmdet.plan.detector import clear_caches
 from sbp_mmdet.stochastic_backprop.masks import Positions
 from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
 
@@ -60,16 +58,11 @@ def simulate_gpu():
             _drawing_on_cpu(mode),
             _OnePrecision(),
         ):
-            _clear_caches()  # of tensors on a real GPU
+            clear_caches()  # of tensors on a real GPU
             yield mode
     finally:
         drivers[_CUDA] = before
-        _clear_caches()  # of tensors of this mode
-
-
-def _clear_caches():
-    for made in (window_layout, windows._qkv_scales, sign_bits._bytes_of_bits):
-        made.cache_clear()
+        clear_caches()  # of tensors of this mode
 
 
 class _OnePrecision(TorchDispatchMode):

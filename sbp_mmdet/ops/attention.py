@@ -272,13 +272,12 @@ def _estimate_product(drawn, a, b):
 
 def _projection_gradients(settings, t, needs, incoming, out):
     """Return the gradients of projection and layer scale from A = g^T O, see the package's docstring."""
-    outer, total = None, column_sums(incoming.flatten(0, 1))
+    outer, unit, total = None, None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
         outer = _estimate_product(draw(settings.form.sample, rows), rows[None], out)
-        outer = outer if unit is None else outer * unit[:, None]
     weight = None if t.gamma is None else _select_heads(t.proj_weight, settings, t)
-    dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma)
+    dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma, unit)
     return None if dw is None else _scatter_heads(dw, _head_channels(settings, t), 1, t.proj_weight), db, dgamma
 
 

@@ -33,9 +33,17 @@ from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from . import channel_mlp_full as full
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import Incoming, add_branch, fold, normalise, normalise_backward, unfold, unit_statistics, unscale
+from .common.folding import (
+    Incoming,
+    add_branch,
+    fold_bias,
+    fold_weight,
+    normalise,
+    normalise_backward,
+    unfold,
+)
 from .common.layouts import chunks, empty_tokens, in_shape, laid_out, layout_of, put_together, tokens_of
-from .common.precision import Stored, Sum, column_sums, store
+from .common.precision import Stored, Sum, cast, cast_all, column_sums, store
 from .common.rerun_conv import Conv
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 
@@ -114,6 +122,7 @@ class MLPSaved(NamedTuple):
             rerun.
         rstd (Tensor | None): Its reciprocal deviation, shape (N, K, 1).
         keep (Tensor | None): Indices of the kept tokens.
+        b1 (Tensor | None): Folded bias b1', which is cheaper to keep than to recompute.
         given (MLPTensors): Parameters and factor.
         layout (torch.memory_format | None): Layout of ``x``, if it is a feature map.
     """
@@ -121,6 +130,7 @@ class MLPSaved(NamedTuple):
     xhat: Stored | None
     rstd: Tensor | None
     keep: Tensor | None
+    b1: Tensor | None
     given: MLPTensors
     layout: torch.memory_format | None
 
@@ -136,12 +146,8 @@ class MLPWeights(NamedTuple):
     @classmethod
     def folded(cls, t: NamedTuple, dtype: torch.dtype) -> 'MLPWeights':
         """Return the weights of an MLP, given its inputs."""
-        return cls(*cls.first(t, dtype), t.weight2.to(dtype), t.bias2.to(dtype))
-
-    @staticmethod
-    def first(t: NamedTuple, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return W1' and b1'."""
-        return fold(t.weight1, t.bias1, t.norm_weight, t.norm_bias, dtype)
+        others = cast_all((fold_bias(t.weight1, t.bias1, t.norm_bias), t.weight2, t.bias2), dtype)
+        return cls(fold_weight(t.weight1, t.norm_weight, dtype), *others)
 
     def hidden(self, xhat: Tensor) -> Tensor:
         """Return the hidden layer of some rows, before the GELU."""
@@ -190,9 +196,10 @@ def _forward(settings, tensors, needs):
     t = tensors
     if full.saves_input(settings, t):
         return full.forward(settings, t), _save_input(settings, t, needs)
-    normalised = _normalised(settings, t, needs)
-    out = add_branch(t.shortcut, _branch(settings, t, tokens_of(t.x), normalised[0]), t.gamma, t.factor, settings.dtype)
-    return out, _save(settings, t, needs, normalised)
+    normalised, weights = _normalised(settings, t, needs), MLPWeights.folded(t, settings.dtype)
+    branch = _branch(settings, weights, tokens_of(t.x), normalised[0])
+    out = add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
+    return out, _save(settings, t, needs, normalised, weights.b1)
 
 
 def _normalised(settings, t, needs):
@@ -201,7 +208,7 @@ def _normalised(settings, t, needs):
     return normalise(tokens_of(t.x), settings.eps, settings.dtype) if saves else (None, None)
 
 
-def _save(settings, tensors, needs, normalised=None):
+def _save(settings, tensors, needs, normalised=None, b1=None):
     t = tensors
     if full.saves_input(settings, t):
         return _save_input(settings, t, needs)
@@ -215,8 +222,10 @@ def _save(settings, tensors, needs, normalised=None):
         if keep is not None:
             xhat, rstd = take(xhat, keep), take(rstd, keep)
         stored, rstd = store(xhat, settings.form.storage), rstd if needs.x else None
+    if b1 is None and hidden:
+        b1 = cast(fold_bias(t.weight1, t.bias1, t.norm_bias), settings.dtype)
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
-    return MLPSaved(stored, rstd, keep, given, layout_of(t.x))
+    return MLPSaved(stored, rstd, keep, b1, given, layout_of(t.x))
 
 
 def _save_input(settings, t, needs):
@@ -231,9 +240,8 @@ def _needed_gradients(needs):
     return through_gelu, hidden, hidden or needs.bias2
 
 
-def _branch(settings, t, x, xhat):
+def _branch(settings, weights, x, xhat):
     """Yield chunks of the rows x (N, L, C) and their branch without layer scale, from x-hat if that is given."""
-    weights = MLPWeights.folded(t, settings.dtype)
     for chunk in chunks(*x.shape[:2], len(weights.w1), x.device, settings.chunk):
         rows = chunk.take_rows(x if xhat is None else xhat)
         rows = normalise(rows, settings.eps, settings.dtype)[0] if xhat is None else rows
@@ -274,7 +282,7 @@ class _BackwardPass:
         self.incoming = Incoming(self.grad, self.t.bias2, self.t.gamma, self.t.factor, settings.dtype)
         self.w2 = self.incoming.second(self.t.weight2)
         self.kept = self.grad.shape[1] if self.keep is None else len(self.keep)
-        self.w1, self.b1 = MLPWeights.first(self.t, settings.dtype)
+        self.w1, self.b1 = fold_weight(self.t.weight1, self.t.norm_weight, settings.dtype), saved.b1
         self.x = None  # input of the norm, (N, K, C), where the convolution is rerun
         if self.t.conv is not None:
             x = tokens_of(self.t.conv.run())
@@ -288,7 +296,7 @@ class _BackwardPass:
         self.means = [None, None]
         if settings.form.sample and self.grad.numel() and (outer or w1):
             self.means = self._means()
-        self.dx = self.statistics = None
+        self.dx = None
         if needs.x:
             self._allocate_input_gradient()
 
@@ -317,7 +325,7 @@ class _BackwardPass:
         rows, drawn = self._activations(chunk), draw(settings.form.sample, g)
         if sums.outer is not None:
             hidden = F.gelu(drawn.of(rows[-1]), approximate=settings.approximate)
-            sums.outer.add_product(drawn.divided(g), centre_(hidden, self.means[1]), self.incoming.unit)
+            sums.outer.add_product(drawn.divided(g), centre_(hidden, self.means[1]))
             del hidden
         if sums.b1 is None:
             return
@@ -341,20 +349,17 @@ class _BackwardPass:
         dh = torch.ops.aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         self.sums.b1.add(column_sums(dh))
         if self.dx is not None:
-            rstd = rstd.reshape(-1, 1)
-            if self.statistics is None or len(self.statistics[0]) < len(rstd):
-                self.statistics = unit_statistics(rstd)
-            normalise_backward(dh @ self.w1, xhat, rstd, self.dx[chunk.images, chunk.rows], self.statistics)
+            normalise_backward(dh @ self.w1, xhat, rstd, self.dx[chunk.images, chunk.rows])
         return dh
 
     def parameter_gradients(self):
         """Return the gradients of the parameters, from the sums over the rows."""
         t, first = self.t, [None] * 4
         outer, w1, b1 = (s and s.value for s in (self.sums.outer, self.sums.w1, self.sums.b1))
-        outer = add_mean_term_(outer, self.incoming.total, self.means[1])
+        outer = self.incoming.add_mean_term_(outer, self.means[1])
         if b1 is not None:
             first = unfold(add_mean_term_(w1, b1, self.means[0]), b1, t.weight1, t.norm_weight, t.norm_bias)
-        return MLPGradients(None, None, *first, *unscale(outer, self.incoming.total, t.weight2, t.bias2, t.gamma))
+        return MLPGradients(None, None, *first, *self.incoming.unscale(outer, t.weight2, t.bias2))
 
     def whole_input_gradient(self, shape):
         """Return the gradient of the input in its layout, zero for dropped tokens, or ``None`` if it is not needed."""

@@ -147,7 +147,7 @@ def _backward(settings, saved, grad, needs):
         responses=torch.zeros_like(response.norm),
     )
     for image, rows in _parts(settings, xhat, weights):
-        part = xhat[image, rows], scaled[image, rows], outer[image, rows], unit
+        part = xhat[image, rows], scaled[image, rows], outer[image, rows]
         _add_second_layer(settings, t, weights, response, sums, image, *part)
     through, dx = response.backward(t, sums.responses), torch.empty_like(xhat)
     for image, rows in _parts(settings, xhat, weights):
@@ -156,10 +156,11 @@ def _backward(settings, saved, grad, needs):
     dx = in_shape(normalise_backward(dx, xhat, rstd), grad.shape) if needs.x else None
     first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
     of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
-    return GRNGradients(dx, grad, *first, *of_grn, *unscale(sums.outer, total, t.weight2, t.bias2, t.gamma))
+    second = unscale(sums.outer, total, t.weight2, t.bias2, t.gamma, unit)
+    return GRNGradients(dx, grad, *first, *of_grn, *second)
 
 
-def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer, unit):
+def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer):
     """Add the gradients that do not need dG: those of the second layer and of GRN."""
     a = F.gelu(weights.hidden(xhat), approximate=settings.approximate)
     du = scaled @ weights.w2  # (gamma * g) W2
@@ -167,7 +168,7 @@ def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled,
     sums.grn_bias.add_(column_sums(du))
     drawn = draw(settings.form.sample, outer)
     u = torch.addcmul(t.grn_bias.to(a.dtype), drawn.of(a), response.scale[image].to(a.dtype))
-    accumulate(sums.outer, drawn.divided(outer), u, unit)  # A = g^T u
+    accumulate(sums.outer, drawn.divided(outer), u)  # A = g^T u, its rows divided by unit
 
 
 def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import bias_or_zeros, fold, normalise, normalise_backward, unfold
+from .common.folding import bias_or_zeros, fold, fold_weight, normalise, normalise_backward, unfold
 from .common.layouts import in_shape, laid_out, layout_of, memory_format, put_together, tokens_of
 from .common.precision import Stored, accumulate, column_sums, store
 from .common.row_sampling import draw
@@ -134,7 +134,7 @@ def _forward(settings, tensors, needs):
 
 def _backward(settings, saved, grad, needs):
     layer = _layer(saved.given)
-    w, _ = fold(*layer[:3], None, settings.dtype)  # the folded bias is not needed
+    w = fold_weight(layer[0], layer[2], settings.dtype)
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype).flatten(0, 1)  # (N * K, ..., C)
     tokens = tokens_of(grad)
     incoming = take(tokens, saved.keep).reshape(-1, tokens.shape[2])

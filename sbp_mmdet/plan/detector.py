@@ -39,6 +39,7 @@ __all__ = [
     'assignment_on_cpu',
     'build_detector',
     'build_training',
+    'clear_caches',
     'measure_detector',
 ]
 
@@ -81,7 +82,7 @@ def measure_detector(
     for name, value, least in (('batch', batch, 1), ('boxes', boxes, 0)):
         if value < least:
             raise ValueError(f'{name}={value} must be {least} or more')
-    _clear_caches()
+    clear_caches()
     counter = LiveBytes(record=True)
     bfloat16 = 'Amp' in _wrapper_type(config) and str(config.optim_wrapper.get('dtype')).endswith('bfloat16')
     batch_shape = dict(batch=batch, height=height, width=width, boxes=boxes, channels=channels, device='cpu')
@@ -100,7 +101,7 @@ def measure_detector(
     return dict(row, **reserved_bytes(held, counter.events, find_usual_share(usual, height, width), expandable))
 
 
-def _clear_caches():
+def clear_caches() -> None:
     """Clear the caches of all operations: a count would be without the tensors that an earlier one left there."""
     rooms = tuple(f'{__package__.rpartition(".")[0]}.{room}.' for room in ('ops', 'stochastic_backprop'))
     for module in [module for name, module in sys.modules.items() if name.startswith(rooms)]:

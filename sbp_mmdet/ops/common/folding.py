@@ -4,6 +4,7 @@ Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :class:`
 :func:`unfold`, :func:`unscale`.
 """
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -11,16 +12,18 @@ from torch import Tensor
 
 from .layouts import Chunk, empty_tokens, in_shape, layout_of, tokens_of
 from .precision import Sum, accumulator, cast, multiplied, promoted
+from .row_sampling import add_mean_term_
 
 __all__ = [
     'Incoming',
     'add_branch',
     'bias_or_zeros',
     'fold',
+    'fold_bias',
+    'fold_weight',
     'normalise',
     'normalise_backward',
     'unfold',
-    'unit_statistics',
     'unscale',
 ]
 
@@ -31,7 +34,7 @@ class Incoming:
     Two products need these rows: A of :mod:`sbp_mmdet.ops`, and the gradient of the second layer's input. If layer
     scale can be folded into the second layer's weight, the same rows serve both. In fp16 it cannot, because a small
     gamma keeps the gradients of the plain block in range. There each channel is divided by 16 times its maximum, which
-    leaves room for sums over positions, and A is multiplied by ``unit`` afterwards.
+    leaves room for sums over positions, and :func:`unscale` multiplies A by ``unit`` afterwards.
 
     Rows on a GPU are contiguous.
 
@@ -44,19 +47,19 @@ class Incoming:
 
     Attributes:
         unit (Tensor | None): Factor for each column of the rows, (C,). If ``None``, the rows are not scaled.
+        scale (Tensor | None): Product of ``unit`` and ``gamma``, if the rows are scaled.
     """
 
     def __init__(self, grad: Tensor, bias: Tensor, gamma: Tensor | None, factor: Tensor | None, dtype: torch.dtype):
-        self.grad, self.gamma, self.dtype, self.unit = grad, gamma, dtype, None
+        self.grad, self.gamma, self.dtype, self.unit, self.scale = grad, gamma, dtype, None, None
         self.factor, self._total = factor, Sum(bias)
         self._by = None if factor is None else factor[:, None, None]
         if gamma is not None and dtype == torch.float16 and grad.numel():
-            largest = torch.linalg.vector_norm(grad, torch.inf, 1, dtype=torch.float32)  # in fp16, tiny would be zero
-            largest = largest if factor is None else largest * factor[:, None]
-            self.unit = 16 * largest.amax(0).clamp_min(torch.finfo(torch.float32).tiny)
-            rate = self.unit.reciprocal().expand(len(grad), 1, -1)
-            self._by = rate if factor is None else rate * self._by
-            self._behind = self.unit * gamma
+            # In fp16, a tiny maximum would be zero. The factor, at most a few units, takes its share of the room.
+            largest = torch.linalg.vector_norm(grad, torch.inf, (0, 1), dtype=torch.float32)
+            self.unit = largest.mul_(16).clamp_min_(torch.finfo(torch.float32).tiny)
+            self._by = self.unit.reciprocal().expand(len(grad), 1, -1) if factor is None else self._by / self.unit
+            self.scale = self.unit * gamma
 
     def rows(self, chunk: Chunk, index: Tensor | None = None) -> Tensor:
         """Return the rows of a chunk, (K, C), and add them to :attr:`total`.
@@ -86,8 +89,30 @@ class Incoming:
 
     @property
     def total(self) -> Tensor:
-        """Sum over all rows that were read, in full precision."""
+        """Sum over all rows that were read, without ``unit``, in full precision."""
         return self._total.value
+
+    def add_mean_term_(self, outer: Tensor | None, mean: Tensor | None) -> Tensor | None:
+        """Add the mean term of A to an estimate of A in place, see :func:`.row_sampling.add_mean_term_`.
+
+        Args:
+            outer (Tensor | None): The estimate, from the rows. If ``None``, it is not needed.
+            mean (Tensor | None): Mean of the other factor's rows. If ``None``, there is no such term.
+        """
+        total = self.total if mean is None or self.unit is None else self.total / self.unit
+        return add_mean_term_(outer, total, mean)
+
+    def unscale(
+        self, outer: Tensor | None, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return :func:`unscale` of A as computed from the rows.
+
+        Args:
+            outer (Tensor | None): A. If ``None``, only the bias has a gradient.
+            weight (Tensor): W2, shape (C, D).
+            bias (Tensor): b2, shape (C,).
+        """
+        return unscale(outer, self.total, weight, bias, self.gamma, self.unit, self.scale)
 
     def second(self, weight: Tensor) -> Tensor:
         """Return the second layer's weight in the form that :meth:`behind` is multiplied by.
@@ -105,7 +130,7 @@ class Incoming:
         Args:
             rows (Tensor): Result of :meth:`rows`, shape (K, C).
         """
-        return rows if self.unit is None else multiplied(rows, self._behind, self.dtype)
+        return rows if self.unit is None else multiplied(rows, self.scale, self.dtype)
 
 
 def add_branch(
@@ -173,22 +198,14 @@ def normalise(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return xhat.to(dtype).view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
-def unit_statistics(rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means and the reciprocal deviations of x-hat itself, which are zeros and ones.
-
-    Args:
-        rstd (Tensor): Reciprocal deviations of x, whose shape they have.
-    """
-    return torch.zeros_like(rstd), torch.ones_like(rstd)
+@functools.lru_cache(maxsize=8)
+def _unit_statistics(number, dtype, device):
+    """Return the means and the reciprocal deviations of rows of x-hat itself, shape (number, 1): zeros and ones."""
+    zeros = torch.zeros(number, 1, dtype=dtype, device=device)
+    return zeros, torch.ones_like(zeros)
 
 
-def normalise_backward(
-    grad: Tensor,
-    xhat: Tensor,
-    rstd: Tensor,
-    out: Tensor | None = None,
-    statistics: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def normalise_backward(grad: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute the gradient of a norm's input from that of x-hat.
 
         dx = rstd * (dx-hat - mean(dx-hat) - x-hat * mean(dx-hat * x-hat)),   means over the channels
@@ -200,8 +217,6 @@ def normalise_backward(
         xhat (Tensor): The normalised input, of the same shape.
         rstd (Tensor): Reciprocal deviation in full precision, (..., 1).
         out (Tensor | None): Where the result is written, of any strides. If ``None``, a new tensor. Default: None.
-        statistics (tuple[Tensor, Tensor] | None): :func:`unit_statistics` of as many rows or more, to share between
-            calls. If ``None``, they are made here. Default: None.
 
     Returns:
         Tensor: Gradient of the norm's input, (..., C).
@@ -212,8 +227,9 @@ def normalise_backward(
     grad, xhat, rstd = grad.reshape(-1, channels), xhat.reshape(-1, channels), rstd.reshape(-1, 1)
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
-    zero, one = statistics or unit_statistics(rstd)
-    zero, one = zero.view(-1, 1)[: len(rstd)], one.view(-1, 1)[: len(rstd)]
+    # Powers of two, so that images of many sizes share a few of these tensors.
+    number = rstd.shape[0]
+    zero, one = (x[:number] for x in _unit_statistics(1 << (number - 1).bit_length(), rstd.dtype, rstd.device))
     dx, _, _ = torch.ops.aten.native_layer_norm_backward.default(
         grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
     )
@@ -237,12 +253,20 @@ def fold(
     Returns:
         tuple[Tensor, Tensor]: W' and b'.
     """
-    if norm_bias is not None:
-        # In the higher precision, since a model in half precision may keep its norms in fp32.
-        kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)
-        bias = torch.addmv(cast(bias, kind), cast(weight, kind), cast(norm_bias, kind))
-    weight = cast(weight, dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
-    return weight, cast(bias, dtype)
+    return fold_weight(weight, norm_weight, dtype), cast(fold_bias(weight, bias, norm_bias), dtype)
+
+
+def fold_weight(weight: Tensor, norm_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return W' of :func:`fold`, whose arguments these are."""
+    return cast(weight, dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
+
+
+def fold_bias(weight: Tensor, bias: Tensor, norm_bias: Tensor | None) -> Tensor:
+    """Return b' of :func:`fold`, whose arguments these are, in the highest precision among them."""
+    if norm_bias is None:
+        return bias
+    kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)  # a model in half precision may keep its norms in fp32
+    return torch.addmv(cast(bias, kind), cast(weight, kind), cast(norm_bias, kind))
 
 
 def bias_or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -282,18 +306,26 @@ def unfold(
 
 
 def unscale(
-    outer: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor, gamma: Tensor | None
+    outer: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor,
+    gamma: Tensor | None,
+    unit: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
 
     With A = g^T h and s the sum of g over all rows: dW2 = diag(gamma) A, db2 = gamma s, dgamma = sum_d A W2 + s b2.
 
     Args:
-        outer (Tensor | None): A. If ``None``, only the bias has a gradient.
+        outer (Tensor | None): A, its rows divided by ``unit``. If ``None``, only the bias has a gradient.
         total (Tensor): s.
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
+        unit (Tensor | None): :attr:`Incoming.unit`, see also :func:`.in_range`. If ``None``, 1. Default: None.
+        scale (Tensor | None): Product of ``unit`` and ``gamma``. If ``None``, it is computed. Default: None.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.
@@ -302,4 +334,8 @@ def unscale(
         return outer, total, None
     if outer is None:
         return None, total * gamma, None
-    return outer * gamma[:, None], total * gamma, (outer * weight).sum(1) + total * bias
+    by_weight = (outer * weight).sum(1)
+    if unit is not None:
+        by_weight, scale = by_weight.mul_(unit), unit * gamma if scale is None else scale
+    outer = outer * (gamma if unit is None else scale)[:, None]
+    return outer, total * gamma, by_weight.addcmul_(total, cast(bias, total.dtype))

@@ -177,9 +177,9 @@ class Sum:
         """
         self._total = part if self._total is None else self._total.add_(part)
 
-    def add_product(self, a: Tensor, b: Tensor, unit: Tensor | None = None) -> None:
+    def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add a product; the arguments are those of :func:`accumulate`."""
-        self._total = accumulate(self._total, a, b, unit)
+        self._total = accumulate(self._total, a, b)
 
     @property
     def empty(self) -> bool:
@@ -207,14 +207,13 @@ def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
         torch._foreach_add_([total.value for total in sums], parts)
 
 
-def accumulate(total: Tensor | None, a: Tensor, b: Tensor, unit: Tensor | None = None) -> Tensor:
-    """Compute ``total + unit * (a^T b)`` in full precision, in place unless ``total`` is ``None``.
+def accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Compute ``total + a^T b`` in full precision, in place unless ``total`` is ``None``.
 
     Args:
         total (Tensor | None): Sum so far, shape (A, B). If ``None``, zero.
         a (Tensor): Rows, shape (K, A).
         b (Tensor): Rows, shape (K, B).
-        unit (Tensor | None): Factor of each column of ``a`` that is in fp16, shape (A,). If ``None``, 1. Default: None.
 
     Returns:
         Tensor: The sum, shape (A, B).
@@ -223,17 +222,13 @@ def accumulate(total: Tensor | None, a: Tensor, b: Tensor, unit: Tensor | None =
     if a.dtype == full:
         return torch.mm(a.t(), b) if total is None else total.addmm_(a.t(), b)
     if _sums_in_full(a.device, a.dtype):
-        return _add_product(total, torch.mm(a.t(), b, out_dtype=full), unit, full)
+        product = torch.mm(a.t(), b, out_dtype=full)
+        return product if total is None else total.add_(product)
     each = _LONGEST_SUM if a.dtype == torch.float16 else max(len(b), 1)
     for part, rows in zip(a.split(each), b.split(each), strict=True):
-        total = _add_product(total, part.t() @ rows, unit, full)
+        product = part.t() @ rows
+        total = product.to(full) if total is None else total.add_(product)
     return total
-
-
-def _add_product(total, product, unit, full):
-    if total is None:
-        return product.to(full) if unit is None else product * unit[:, None]
-    return total.add_(product) if unit is None else total.addcmul_(product, unit[:, None])
 
 
 def multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -274,7 +269,7 @@ def in_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
         dtype (torch.dtype): Precision of matrix products.
 
     Returns:
-        tuple[Tensor, Tensor | None]: The rows, and the factor of each row of A, shape (C,), or ``None`` for 1.
+        tuple[Tensor, Tensor | None]: The rows, and the factor ``unit`` of :func:`.unscale`, shape (C,), or ``None``.
     """
     if gamma is None or dtype != torch.float16 or not len(g):
         return g.to(dtype), None

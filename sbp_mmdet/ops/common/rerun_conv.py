@@ -38,7 +38,7 @@ class Conv(NamedTuple):
 
     Attributes:
         input (Stored): Saved input, shape (N, C, H, W).
-        weight, bias (Tensor): Parameters, uncast.
+        weight, bias (Tensor): Parameters, in the precision of the convolution if the input is not rounded.
         settings (ConvSettings): Settings.
     """
 
@@ -70,6 +70,8 @@ def convolve(
     own, (weight, bias) = conv.__dict__, parameters
     s = _settings(own['stride'], own['padding'], own['dilation'], own['groups'], x.dtype)
     if storage == 'native':  # not by calling the module, which calls five functions
+        # Autograd saves the weight in this precision for the input's gradient.
+        weight, bias = cast(weight, s.dtype), cast(bias, s.dtype)
         out = torch.conv2d(x, weight, bias, s.stride, s.padding, s.dilation, s.groups)
         return out, Conv(Stored(x), weight, bias, s)
     with torch.no_grad():

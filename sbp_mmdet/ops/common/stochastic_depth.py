@@ -65,8 +65,8 @@ def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) 
     dtype = autocast_dtype(x) or x.dtype
     if scale is not None:
         dtype = torch.promote_types(dtype, scale.dtype)
-    kept = drop(x.new_ones(len(x), *[1] * (x.dim() - 1), dtype=dtype)).flatten() != 0
-    return kept.to(accumulator(x)) / (1 - rate)
+    factor, full = drop(x.new_ones(len(x), *[1] * (x.dim() - 1), dtype=dtype)).flatten(), accumulator(x)
+    return factor if factor.dtype is full else (factor != 0).to(full) / (1 - rate)
 
 
 class _PassBy(torch.autograd.Function):
