@@ -92,9 +92,9 @@ FAULTS = {
     ),
     'int8 map: lowest': Fault('common.kept_maps:keep', 'alpha=127)', 'alpha=120)', 'ConvModules', 'int8'),
     # The fold of norms into layers.
-    'fold: bias of the norm': Fault('common.folding:fold', 'if norm_bias is not None:', 'if False:', 'Swin'),
+    'fold: bias of the norm': Fault('common.folding:fold_bias', 'if norm_bias is None:', 'if True:', 'Swin'),
     'fold: weight of the norm': Fault(
-        'common.folding:fold', 'dtype) if norm_weight is None else', 'dtype) if True else', 'Swin'
+        'common.folding:fold_weight', 'dtype) if norm_weight is None else', 'dtype) if True else', 'Swin'
     ),
     'unfold: weight of the norm': Fault('common.folding:unfold', 'else (dw * weight).sum(0)', 'else dw.sum(0)', 'Swin'),
     'unfold: bias of the norm': Fault(
