@@ -150,14 +150,10 @@ def _lateral(t, x, coarse):
     return lateral if coarse is None else lateral.add_(F.interpolate(coarse, size=x.shape[2:], mode='nearest'))
 
 
-def _lateral_rows(t, x, coarse, strip, height):
-    """Return rows of the lateral map of a level, of which ``x`` are the same rows of the input."""
-    if coarse is None:
-        return _lateral(t, x, None)
-    # Which row of the next level is the nearest one is what the kernel itself says.
-    numbers = torch.arange(coarse.shape[2], dtype=torch.float32, device=x.device).view(1, 1, -1, 1)
-    nearest = F.interpolate(numbers, size=(height, 1), mode='nearest').flatten().long()
-    return _lateral(t, x, coarse.index_select(2, nearest[strip.start : strip.stop]))
+def _nearest_rows(coarse, height):
+    """Return which row of the next level is the nearest one of each row, as the kernel of the interpolation has it."""
+    numbers = torch.arange(coarse.shape[2], dtype=torch.float32, device=coarse.device).view(1, 1, -1, 1)
+    return F.interpolate(numbers, size=(height, 1), mode='nearest').flatten().long()
 
 
 def _backward(s, levels, grads, needs):
@@ -193,13 +189,17 @@ def _backward(s, levels, grads, needs):
 
 def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):
     """Add the gradient of the lateral map to ``lateral_grad`` and those of the second convolution to the sums."""
-    height = level.shape[2]
-    for strip in _strips(level, t, grad.device):
+    height, strips = level.shape[2], _strips(level, t, grad.device)
+    nearest = None if coarse is None or len(strips) == 1 else _nearest_rows(coarse, height)
+    for strip in strips:
         halo = s.conv.reads(strip, height)
         if level.input is None:
             x = grad.new_empty(1).expand(*lateral_grad.shape[:2], halo.stop - halo.start, grad.shape[3])
         else:
-            x = _lateral_rows(t, level.input.rows(*halo).load(s.dtype), coarse, halo, height)
+            x, rows = level.input.rows(*halo).load(s.dtype), coarse
+            if nearest is not None:
+                rows = coarse.index_select(2, nearest[halo.start : halo.stop])
+            x = _lateral(t, x, rows)
         which = True, needs.out_weight, bool(needs.out_bias)
         part, dweight, dbias = s.conv.run_backward(strip.of(grad), x, t.out_weight, strip, height, which)
         halo.of(lateral_grad).add_(part)

@@ -5,6 +5,7 @@ exactly zero, so the products of the backward pass have as many rows as there ar
 many as the map has.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -72,24 +73,32 @@ class Places(NamedTuple):
         Returns:
             Tensor: Shape (K, *size, C).
         """
-        rows, columns = self._read(conv, size)
-        outside = _outside(rows, height)[:, :, None] | _outside(columns, x.shape[3])[:, None]
-        rows, columns = (rows - start).clamp_(0, x.shape[2] - 1), columns.clamp(0, x.shape[3] - 1)
+        (rows, outside_rows), (columns, outside_columns) = self._read(conv, size, (height, x.shape[3]))
+        if start:
+            rows = rows - start
         found = x.permute(0, 2, 3, 1)[self.images[:, None, None], rows[:, :, None], columns[:, None]]
+        outside = outside_rows[:, :, None] | outside_columns[:, None]
         return found.masked_fill_(outside.unsqueeze(3), 0)
 
-    def _read(self, conv, size):
-        """Return the rows and the columns that a convolution reads, shapes (K, size)."""
-        taps = zip((self.rows, self.columns), size, conv.padding, conv.dilation, strict=True)
-        return [at[:, None] + _offsets(at, number, padding, dilation) for at, number, padding, dilation in taps]
+    def _read(self, conv, size, shape):
+        """Return the rows and the columns that a convolution reads, shapes (K, size), and which of them lie outside.
+
+        Those outside of a map of height and width ``shape`` are replaced by the nearest ones inside.
+        """
+        found = []
+        for at, *geometry, length in zip(
+            (self.rows, self.columns), size, conv.padding, conv.dilation, shape, strict=True
+        ):
+            index = at[:, None] + _offsets(at.device, *geometry)
+            inside = index.clamp(0, length - 1)
+            found.append((inside, inside != index))
+        return found
 
 
-def _offsets(like, number, padding, dilation):
-    return torch.arange(number, device=like.device) * dilation - padding
-
-
-def _outside(index, size):
-    return (index < 0) | (index >= size)
+@functools.lru_cache(maxsize=16)
+def _offsets(device, number, padding, dilation):
+    """Return the distances from the position of an output to what a convolution reads along an axis."""
+    return torch.arange(number, device=device) * dilation - padding
 
 
 def scatter_gradient(
@@ -117,9 +126,8 @@ def scatter_gradient(
     above, left = conv.padding
     number = torch.full((n, height + 2 * above, width + 2 * left), len(grad), device=grad.device)
     number[places.images, places.rows + above, places.columns + left] = torch.arange(len(grad), device=grad.device)
-    rows, columns = places._read(conv, size)
+    (rows, _), (columns, _) = places._read(conv, size, (height, width))  # a position more is none too many
     reached = torch.zeros((n, height, width), dtype=torch.bool, device=grad.device)
-    rows, columns = rows.clamp_(0, height - 1), columns.clamp_(0, width - 1)  # a position more is none too many
     reached[places.images[:, None, None], rows[:, :, None], columns[:, None]] = True
     grad = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])  # the last one is that of all other outputs
     weight = weight.permute(2, 3, 0, 1).flatten(0, 2)
@@ -127,8 +135,8 @@ def scatter_gradient(
         *(x.split(max(_ELEMENTS // len(weight), 1)) for x in reached.nonzero(as_tuple=True)), strict=True
     ):
         # The output at h reads the input at h + offset, so the input at h is read by the outputs at h - offset.
-        from_rows = rows[:, None] + above - _offsets(rows, size[0], above, conv.dilation[0])
-        from_columns = columns[:, None] + left - _offsets(columns, size[1], left, conv.dilation[1])
+        from_rows = rows[:, None] - _offsets(rows.device, size[0], 2 * above, conv.dilation[0])
+        from_columns = columns[:, None] - _offsets(columns.device, size[1], 2 * left, conv.dilation[1])
         readers = number[images[:, None, None], from_rows[:, :, None], from_columns[:, None]]
         out.permute(0, 2, 3, 1)[images, rows, columns] = grad[readers].flatten(1) @ weight
     return out
