@@ -240,7 +240,16 @@ def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside distributed wrappers and test-time augmentation, or the model itself."""
+    """Return the model inside distributed wrappers and test-time augmentation, or the model itself.
+
+    Raises:
+        TypeError: If it is no ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        hint = (
+            '; the train() of some models of mmdet returns None: call it in a line of its own' if model is None else ''
+        )
+        raise TypeError(f'{model!r:.80} is a {type(model).__name__}, and an nn.Module is needed{hint}')
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model

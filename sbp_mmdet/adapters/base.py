@@ -34,7 +34,7 @@ from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
-from .inputs import are_known_inputs, put_in_position
+from .inputs import are_known_inputs, put_in_position, renamed_arguments
 from .parameters import trains
 from .predicate import derives_plainly
 from .row_draws import RowDraws
@@ -120,6 +120,8 @@ class LeanModule(Mixin):
 
     Attributes:
         stock (tuple): Classes that the adapter knows, set by :func:`adapter`.
+        overlooked (tuple[str, ...]): Keyword arguments that the module's own code uses, and :meth:`lean_forward` does
+            not. Calls with one of them run the own code. Default: ().
         callers (tuple[str, ...]): Methods that call the forward pass and are not called by it. An instance may replace
             them, for example by another loss, and still run lean. Default: ().
         checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
@@ -142,6 +144,7 @@ class LeanModule(Mixin):
     """
 
     stock = ()
+    overlooked = ()
     checkpointed = False
     calls_layers = False
     callers = ()
@@ -167,12 +170,15 @@ class LeanModule(Mixin):
     def _forward_if_lean(self, args, kwargs):
         if not self.runs_lean():
             return None
-        bypassed = self._lean.bound.bypassed
-        if not are_known_inputs(bypassed.precisions, args, kwargs):
+        bypassed, known = self._lean.bound.bypassed, True
+        if kwargs:
+            kind = stock_class(type(self))
+            known = kwargs.keys().isdisjoint((*self.overlooked, *renamed_arguments(kind.forward)))
+        if not known or not are_known_inputs(bypassed.precisions, args, kwargs):
             bypassed.warn_of_input(self._lean.name or type(self).__name__)
             return None
         if kwargs:
-            args, kwargs = put_in_position(stock_class(type(self)), args, kwargs)
+            args, kwargs = put_in_position(kind, args, kwargs)
         return (self.lean_forward(*args, **kwargs),)
 
     def runs_lean(self) -> bool:

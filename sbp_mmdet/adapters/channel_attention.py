@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..ops.activation import ActivationSettings, ActivationTensors, activate
 from ..ops.channel_gate import GateSettings, GateTensors, gate_channels
+from ..presets import Settings
 from .base import LeanModule, adapter
 from .conv_module import activation_of
 from .roles import ROLES
@@ -39,6 +40,11 @@ class LeanActivation(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the activation on (N, C, H, W)."""
-        if x.dim() != 4 or not x.numel():
+        if x.dim() != 4 or not x.numel() or getattr(self, 'inplace', False):
             return super(LeanModule, self).forward(x)
         return activate(ActivationSettings(self.form, activation_of(self)), ActivationTensors(x))
+
+    @classmethod
+    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
+        """See :meth:`.LeanModule.refusal`. Whoever calls a module that works in place may use its input afterwards."""
+        return 'it works in place; write inplace=False' if getattr(module, 'inplace', False) else None

@@ -114,6 +114,12 @@ class ConvNorm:
             self._settings, self._made_of = made, made_of
         weight, bias = affine(conv)
         weight = _standardised(conv) if self._standardises else weight
+        for tensor in tensors:  # the kernels that operations call do not check it, and would read other memory
+            if tensor is not None and tensor.shape[0] != weight.shape[0]:
+                raise ValueError(
+                    f'a {type(norm).__name__} of {tensor.shape[0]} channels stands behind a convolution of '
+                    f'{weight.shape[0]}; make them equal'
+                )
         return self._settings, ConvNormTensors(x, weight, bias, *tensors, residual)
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -218,22 +224,33 @@ def _own_padding(x, conv):
     return (0, 0), (left, right, top, bottom)
 
 
-def count_batches(norms: Sequence[nn.Module]) -> None:
+def count_batches(norms: Sequence[nn.Module]) -> bool:
     """Increase the number of batches that batch norms in training mode have tracked, as their own code does.
 
     Args:
         norms (Sequence[nn.Module]): Norms of any kind.
+
+    Returns:
+        bool: Whether it was done. It was not if a norm is used twice and averages over all batches, because then it has
+        to be counted layer by layer.
     """
-    counters = []
+    counters, averages = [], False
     for norm in norms:
         own = norm.__dict__
         if own['training'] and own.get('track_running_stats'):
             counter = own['_buffers'].get('num_batches_tracked')
             counters += [] if counter is None else [counter]
-    if len(counters) == 1:
+            averages = averages or own['momentum'] is None
+    if len({*map(id, counters)}) < len(counters):
+        if averages:
+            return False
+        for counter in counters:  # together, a GPU would count one of them once
+            counter.add_(1)
+    elif len(counters) == 1:
         counters[0].add_(1)
     elif counters:
         torch._foreach_add_(counters, 1)
+    return True
 
 
 def _norm_inputs(norm):

@@ -70,8 +70,8 @@ class CSPBinding(Binding):
         """Run the layer or the blocks on (N, C, H, W)."""
         layers, norms, settings, sizes, adds = self._structure
         dtype = autocast_dtype(x) or x.dtype
-        count_batches(norms)
-        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=False) for layer in layers], strict=True)
+        counts = not count_batches(norms)
+        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=counts) for layer in layers], strict=True)
         fc = self.layer.attention.fc if getattr(self.layer, 'channel_attention', False) else None
         gate = None if fc is None else affine(fc)
         return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from numbers import Real
 from types import SimpleNamespace
 
+import torch
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
@@ -97,6 +98,9 @@ class LeanMultiheadAttention(LeanModule):
         if self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         out = self.attn(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]
+        if key_padding_mask is not None and key_padding_mask.dtype is torch.bool and key_padding_mask.dim() == 2:
+            # Without keys, the module's own softmax gives NaN, which the loss shows; torch's kernel would give zeros.
+            out = out.masked_fill(key_padding_mask.all(1)[:, None], torch.nan)
         return out.transpose(0, 1) if self.batch_first else out
 
 
@@ -343,6 +347,7 @@ class LeanDeformableEncoderLayer(LeanModule):
 
     checkpointed = hands_on = True
     has_reference = False
+    overlooked = 'identity', 'residual'  # the layer hands its keywords to the attention
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""

@@ -7,7 +7,7 @@ linear layer raises an error if input and weight differ. With any other input a 
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common.precision import autocast_dtype
 
-__all__ = ['PLAIN_INPUTS', 'are_known_inputs', 'precisions_of_products', 'put_in_position']
+__all__ = ['PLAIN_INPUTS', 'are_known_inputs', 'precisions_of_products', 'put_in_position', 'renamed_arguments']
 
 # Classes of tensors that operations take. The last one is the planner's.
 PLAIN_INPUTS = {Tensor, nn.Parameter, FakeTensor}
@@ -83,6 +83,23 @@ def put_in_position(kind: type[nn.Module], args: tuple, kwargs: dict) -> tuple[t
             break
         given.append(left.pop(name))
     return tuple(given), left
+
+
+@functools.cache
+def renamed_arguments(function: Callable) -> frozenset[str]:
+    """Return the former names of arguments that mmengine's ``deprecated_api_warning`` accepts for a function.
+
+    The signature of the function does not have them. One with ``**kwargs`` would swallow them.
+
+    Args:
+        function (Callable): The function.
+    """
+    names = set()
+    while hasattr(function, '__wrapped__'):
+        inside = inspect.getclosurevars(function).nonlocals
+        names.update(inside.get('name_dict') or ())
+        function = function.__wrapped__
+    return frozenset(names)
 
 
 @functools.cache

@@ -226,6 +226,8 @@ def _odd_parameter(module) -> str | None:
             continue
         if kind is not nn.Parameter and kind is not torch.Tensor and kind.__name__ not in PLAIN_TENSORS:
             return f'its {name} is a {kind.__name__}'
+        if tensor.is_complex():
+            return f'its {name} is complex'
     for name in module._buffers:
         if name in _PARAMETERS:
             return f'its {name} is a buffer'

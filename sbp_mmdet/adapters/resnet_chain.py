@@ -57,8 +57,8 @@ class ResidualChainBinding(Binding):
         """Run the blocks on (N, C, H, W)."""
         layers, norms, blocks, settings = self._structure
         dtype = autocast_dtype(x) or x.dtype
-        count_batches(norms)
-        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=False) for layer in layers], strict=True)
+        counts = not count_batches(norms)
+        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=counts) for layer in layers], strict=True)
         return residual_chain(settings(blocks, own), x, tensors)
 
     @functools.cached_property

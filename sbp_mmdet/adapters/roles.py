@@ -82,6 +82,11 @@ def _is_over_last_dimension(softmax):
     return None if softmax.dim == -1 else f'its dim is {softmax.dim}'
 
 
+def _clips_from_zero_to_six(act):
+    bounds = act.min_val, act.max_val
+    return None if bounds == (0, 6) else f'its bounds are {bounds[0]:g} and {bounds[1]:g}, and not 0 and 6'
+
+
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.SiLU, Swish, nn.Hardswish, nn.GELU)
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, _BatchNormXd, nn.GroupNorm)
 _LINEARS = (nn.Linear, MMCVLinear)
@@ -128,6 +133,11 @@ def _is_convolution_and_norm(layer):
     return None if plain and layer.with_norm and not layer.with_activation else 'it is not a convolution and a norm'
 
 
+def _has_a_number_as_scale(attention):
+    scale = getattr(attention, 'scale', None)
+    return f'its scale is a {type(scale).__name__}, not a number' if isinstance(scale, torch.Tensor) else None
+
+
 def _averages_without_padding(pool):
     padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
     return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
@@ -148,7 +158,7 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
     'average pool': {nn.AvgPool2d: _averages_without_padding},
     'ReLU': {nn.ReLU: any_setting},
-    'activation': dict.fromkeys(_ACTIVATIONS, any_setting),
+    'activation': dict.fromkeys(_ACTIVATIONS, any_setting) | {nn.ReLU6: _clips_from_zero_to_six},
     'GELU': {nn.GELU: any_setting},
     # A convolution in front of a norm, which the backward pass recomputes.
     'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
@@ -179,9 +189,9 @@ ROLES: dict[str, dict[type | str, Check]] = {
         ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), any_setting
     ),
     'window attention': dict.fromkeys(
-        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), any_setting
+        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), _has_a_number_as_scale
     ),
-    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), any_setting),
+    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), _has_a_number_as_scale),
 }
 _RECOMPUTABLE_MODULES = (
     *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),

@@ -48,6 +48,8 @@ class SBPConfig:
             raise ValueError(f'downsample={self.downsample!r} must be True or False')
         for ratio in self.keep_ratio if self.has_ratio_per_block else [self.keep_ratio]:
             parse_keep_ratio(ratio)
+        if not self.has_ratio_per_block:  # a fraction or a number of NumPy
+            object.__setattr__(self, 'keep_ratio', float(self.keep_ratio))
 
     @property
     def has_ratio_per_block(self) -> bool:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import math
 from fractions import Fraction
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -62,9 +63,10 @@ def parse_keep_ratio(ratio: float) -> Fraction:
     Raises:
         ValueError: If the ratio is out of range, or no such fraction is near enough. The message names the nearest two.
     """
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float, Fraction)) or not 0 < ratio <= 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio <= 1:
         hint = 'without quotes' if isinstance(ratio, str) else 'the paper uses 0.5'
         raise ValueError(f'keep_ratio={ratio!r} must be a number in (0, 1]; {hint}')
+    ratio = ratio if isinstance(ratio, Fraction) else float(ratio)
     fraction = Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
     if fraction == 0 or abs(fraction - ratio) > 5e-5:
         numerators = ((q, p) for q in range(1, _MAX_DENOMINATOR + 1) for p in (int(ratio * q), int(ratio * q) + 1))

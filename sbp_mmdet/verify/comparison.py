@@ -31,6 +31,9 @@ _ROUNDING = {
 }
 _MULTIPLE = 4  # error that a lean module may have, as a multiple of the error of its own code
 _HALF = {torch.float16, torch.bfloat16}
+# Gradients that are zero apart from rounding, such as that of a bias in front of a batch norm, are smaller than this
+# part of the module's largest gradient. Double precision has no higher one that would show it.
+_NEGLIGIBLE = 1e-7
 _ATTEMPTS = 3  # number of slightly different inputs that are tried before rounding is ruled out as the cause
 
 
@@ -177,8 +180,10 @@ def compare(
 def _beyond(runs, only, bars) -> dict:
     """Return the relative differences that exceed the bars, by part ('outputs', 'gradients') and name."""
     expected, lean = runs
+    least = _NEGLIGIBLE * max(map(norm, expected.gradients.values()), default=0.0)
     differences = {
-        (part, name): _distance(getattr(lean, part)[name], value) / (norm(value) or 1)
+        (part, name): _distance(getattr(lean, part)[name], value)
+        / (max(norm(value), least if part == 'gradients' else 0.0) or 1)
         for part, name, value in _pairs(expected, only)
     }
     return {key: value for key, value in differences.items() if not value <= bars[key[0]]}

@@ -112,7 +112,7 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
             f"{who}: changed modules disagree with their own code, and verify='raise': {'; '.join(messages)}. "
             'Exclude them with modules=[...], or write verify=True, with which they run their own code'
         )
-    say(f'{who}: {findings}', logging.INFO)
+    say(f'{who}: {findings}', logging.WARNING if findings.skipped else logging.INFO)
     for line in messages:
         say(
             f'{who}: a changed module disagrees with its own code, which runs from now on: {line}. The training is '

@@ -38,7 +38,8 @@ class Run(NamedTuple):
     """Results of a pass.
 
     Attributes:
-        outputs (dict[str, Tensor]): Floating-point outputs, and buffers after the pass.
+        outputs (dict[str, Tensor | None]): Floating-point outputs, buffers after the pass, and inputs that the module
+            has written to (``None`` for the others).
         gradients (dict[str, Tensor | None]): Gradients of floating-point inputs and of parameters.
         stored (SavedTensors): Tensors that autograd saved.
     """
@@ -163,8 +164,13 @@ class _Pass:
             saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
+        versions = [passed._version for _, passed in self._inputs.values()]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
             outs = floating(self._module(*inputs[0], **inputs[1]))
+        written = [
+            None if x._version == before else x.detach()
+            for (_, x), before in zip(self._inputs.values(), versions, strict=True)
+        ]
         own = [*self._parameters.values(), *self._buffers.values()]
         stored = _stored(saved, [passed for _, passed in self._inputs.values()], outs, own)
         wanted = {f'input {i}': x for i, (x, _) in enumerate(self._inputs.values())}
@@ -178,6 +184,7 @@ class _Pass:
             gradients = torch.autograd.grad(outputs, [*wanted.values()], cotangents, allow_unused=True)
         results = {f'output {i}': o.detach() for i, o in enumerate(outs)}
         results |= {name: buffer for name, buffer in self._buffers.items() if buffer.is_floating_point()}
+        results |= {f'input {i} after the call': x for i, x in enumerate(written)}
         return Run(results, dict(zip(wanted, gradients, strict=True)), stored)
 
     def _copied(self, tensor):

@@ -258,15 +258,26 @@ def fold(
 
 def fold_weight(weight: Tensor, norm_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return W' of :func:`fold`, whose arguments these are."""
+    _check_width(weight, norm_weight)
     return cast(weight, dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
 
 
 def fold_bias(weight: Tensor, bias: Tensor, norm_bias: Tensor | None) -> Tensor:
     """Return b' of :func:`fold`, whose arguments these are, in the highest precision among them."""
+    _check_width(weight, norm_bias)
     if norm_bias is None:
         return bias
     kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)  # a model in half precision may keep its norms in fp32
     return torch.addmv(cast(bias, kind), cast(weight, kind), cast(norm_bias, kind))
+
+
+def _check_width(weight, parameter):
+    """Raise an error where a norm of one channel would be broadcast."""
+    if parameter is not None and parameter.shape[0] != weight.shape[1]:
+        raise ValueError(
+            f'a layer norm of {parameter.shape[0]} channels stands in front of a layer of {weight.shape[1]}; make them '
+            'equal'
+        )
 
 
 def bias_or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -28,8 +28,9 @@ _ABSENT = object()
 class ModuleState:
     """Parameters, hooks, mode and other attributes of modules, and which parameters need gradients.
 
-    Tensors that are plain attributes and parameters of special classes are excluded, because FSDP replaces them itself.
-    Values of buffers are not part of the state either, only which tensors they are.
+    Plain attributes may be weights too, which a hypernetwork or an old spectral norm computes anew for each pass. Those
+    of modules in FSDP and parameters of special classes are excluded, because FSDP replaces them itself. Values of
+    buffers are not part of the state either, only which tensors they are.
 
     Args:
         modules (Iterable[nn.Module]): The modules, without those inside of them; see :func:`submodules`.
@@ -158,7 +159,8 @@ def submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _attributes(own):
-    return {key: x for key, x in own.items() if key not in _DICTS and not isinstance(x, Tensor)}
+    sharded = '_is_fsdp_managed_module' in own
+    return {key: x for key, x in own.items() if key not in _DICTS and not (sharded and isinstance(x, Tensor))}
 
 
 def _put_back(mapping, now, before, keys=None):

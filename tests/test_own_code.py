@@ -1,0 +1,298 @@
+"""Whatever is not computed by an operation is the module's own code: values and gradients are those of plain."""
+
+import copy
+from fractions import Fraction
+
+import pytest
+import torch
+from mmcv.cnn import ConvModule
+from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models import ResNet
+from mmdet.models.backbones import SwinTransformer
+from mmdet.models.layers import CSPLayer
+from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
+from mmdet.models.necks import ChannelMapper
+from torch import nn
+
+from sbp_mmdet import SBPConvNeXt, apply_lean, remove_lean
+
+PRESETS = 'exact', 'exact_min'
+
+
+def run(model, *inputs):
+    """Run a step, and return the output and all gradients by name."""
+    out = model(*inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).mul(99).sin().view_as(out)
+    (out * weights).sum().backward()
+    return dict(out=out.detach()) | {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f'{n}: {text}')
+
+
+class Statement(nn.Module):
+    """A net that calls an activation for what it writes to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.act, self.out = nn.SiLU(inplace=True), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x))
+        self.act(x)
+        return self.out(x)
+
+
+class PreActivation(nn.Module):
+    """A net whose shortcut is what its first activation has written to."""
+
+    def __init__(self, act=nn.LeakyReLU):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.body = nn.Sequential(act(inplace=True), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        x = self.norm(self.stem(x))
+        return x + self.body(x)
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize('act', [nn.LeakyReLU, nn.SiLU, nn.ReLU6, nn.Hardswish, None])
+def test_an_activation_that_works_in_place(act, preset):
+    plain = (Statement() if act is None else PreActivation(act)).double().train()
+    lean, x = copy.deepcopy(plain), torch.randn(2, 3, 12, 12).double()
+    report = apply_lean(lean, preset)
+    name = 'act' if act is None else 'body.0'
+    assert name in report.left
+    assert 'in place' in report.left[name]
+    for _ in range(2):
+        plain.zero_grad()
+        lean.zero_grad()
+        assert_equal(run(lean, x), run(plain, x))
+
+
+def test_an_activation_that_works_in_place_later():
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.SiLU(), nn.Conv2d(8, 8, 3))).double().train()
+    lean, x = copy.deepcopy(plain), torch.randn(2, 3, 12, 12).double()
+    apply_lean(lean)
+    for model in (plain, lean):
+        model[1][0].inplace = True
+    assert_equal(run(lean, x), run(plain, x))
+    y = [torch.randn(2, 8, 5, 5).double()] * 2
+    for model, z in zip((plain, lean), map(torch.clone, y), strict=True):
+        model[1](z)
+        torch.testing.assert_close(z, nn.functional.silu(y[0]))
+
+
+class Hyper(nn.Module):
+    """A layer one of whose weights is computed anew in each pass."""
+
+    def __init__(self, layer, name, call):
+        super().__init__()
+        inner, _, self.key = name.rpartition('.')
+        self.backbone, self.neck, self.inner, self.call = nn.Conv2d(8, 8, 1), layer, inner, call
+        self.w = nn.Parameter(layer.get_submodule(inner)._parameters.pop(self.key).detach().clone())
+
+    def forward(self, x, factor):
+        setattr(self.neck.get_submodule(self.inner), self.key, self.w * factor)
+        return self.call(self.neck, self.backbone(x))
+
+
+def tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+HYPER = {
+    'attention': lambda: (
+        MultiheadAttention(8, 2, attn_drop=0.1, batch_first=True),
+        'attn.in_proj_weight',
+        lambda layer, x: layer(tokens(x)),
+    ),
+    'FFN': lambda: (FFN(8, 16, act_cfg=dict(type='Tanh')), 'layers.0.0.weight', lambda layer, x: layer(tokens(x))),
+    'neck': lambda: (
+        ChannelMapper([8], 8, kernel_size=3, norm_cfg=dict(type='BN'), num_outs=1, init_cfg=None),
+        'convs.0.conv.weight',
+        lambda layer, x: layer((x,))[0],
+    ),
+}
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize('name', HYPER)
+def test_weights_of_a_pass(name, preset):
+    """Recomputation uses the weights of its own pass, not those of the latest one."""
+    plain = Hyper(*HYPER[name]()).double().train()
+    lean, inputs = copy.deepcopy(plain), torch.randn(2, 2, 8, 4, 4).double()
+    apply_lean(lean, preset)
+    for model in (plain, lean):
+        model(inputs[0], 1.0)
+        model.zero_grad()
+
+    found = []
+    for model in (lean, plain):
+        torch.manual_seed(1)
+        outs = model(inputs[0], 1.0), model(inputs[1], 2.0)
+        weights = torch.linspace(-1, 1, outs[0].numel()).double().mul(99).sin().view_as(outs[0])
+        sum((out * weights).sum() for out in outs).backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize('when', ['before', 'after the first step'])
+def test_bounds_of_relu6(when):
+    layers = (ConvModule(c, 8, 3, norm_cfg=dict(type='BN'), act_cfg=dict(type='ReLU6')) for c in (3, 8))
+    plain, x = nn.Sequential(*layers).double().train(), torch.randn(2, 3, 12, 12).double()
+
+    def lower(model):
+        for layer in model:
+            layer.activate.max_val = 0.5
+
+    if when == 'before':
+        lower(plain)
+    lean = copy.deepcopy(plain)
+    apply_lean(lean)
+    for model in (plain, lean):
+        if when != 'before':
+            run(model, x)
+            lower(model)
+            model.zero_grad()
+    assert_equal(run(lean, x), run(plain, x))
+
+
+class WithResidual(nn.Module):
+    """A layer that gets its identity by a keyword."""
+
+    def __init__(self, layer, more=None):
+        super().__init__()
+        self.layer, self.linear, self.more = layer, nn.Linear(8, 8), more or {}
+
+    def forward(self, x, y, keyword):
+        return self.layer(x, **{keyword: self.linear(y)}, **self.more)
+
+
+SIZES = dict(spatial_shapes=torch.tensor([[2, 2], [1, 1]]), level_start_index=torch.tensor([0, 4]))
+RESIDUAL = {
+    'attention': lambda: (MultiheadAttention(8, 2, batch_first=True),),
+    'FFN': lambda: (FFN(8, 16),),
+    'deformable attention': lambda: (
+        MultiScaleDeformableAttention(8, 2, 2, 2, dropout=0.0, batch_first=True),
+        dict(SIZES, reference_points=torch.rand(2, 5, 2, 2).double()),
+    ),
+}
+
+
+@pytest.mark.parametrize('name', RESIDUAL)
+def test_arguments_by_a_former_name(name):
+    """mmcv still takes ``residual=`` for ``identity=``."""
+    plain = WithResidual(*RESIDUAL[name]()).double().train()
+    lean, (x, y) = copy.deepcopy(plain), torch.randn(2, 2, 5, 8).double()
+    apply_lean(lean)
+    for keyword in ('identity', 'residual', 'identity'):
+        plain.zero_grad()
+        lean.zero_grad()
+        assert_equal(run(lean, x, y, keyword), run(plain, x, y, keyword))
+
+
+def test_keywords_that_a_layer_hands_on():
+    attention = dict(embed_dims=16, num_heads=2, num_levels=2, num_points=2, dropout=0.0, batch_first=True)
+    ffn = dict(embed_dims=16, feedforward_channels=32, ffn_drop=0.0)
+    plain = nn.ModuleList([DeformableDetrTransformerEncoderLayer(attention, ffn_cfg=ffn)]).double().train()
+    lean, (x, pos, identity) = copy.deepcopy(plain), torch.randn(3, 2, 5, 16).double()
+    apply_lean(lean)
+    given = dict(SIZES, reference_points=torch.rand(2, 5, 2, 2).double(), identity=identity)
+    found, expected = (model[0](x, pos, None, **given) for model in (lean, plain))
+    torch.testing.assert_close(found, expected)
+
+
+def test_images_without_keys():
+    plain = nn.ModuleList([MultiheadAttention(8, 2, batch_first=True)]).double().train()
+    lean, x = copy.deepcopy(plain), torch.randn(2, 5, 8).double()
+    apply_lean(lean)
+    mask = torch.tensor([[False] * 5, [True] * 5])
+    found, expected = (model[0](x, key_padding_mask=mask) for model in (lean, plain))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert expected[1].isnan().all()
+
+
+@pytest.mark.parametrize('eval_mode', [False, True])
+@pytest.mark.parametrize('size', [1, 4])
+def test_a_norm_of_another_size(size, eval_mode):
+    """Plain raises an error, and so does a changed model; torch's kernels would read and write other memory."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(size), nn.ReLU(), nn.Conv2d(8, 8, 3)).train()
+    model[1].train(not eval_mode)
+    apply_lean(model)
+    with pytest.raises(ValueError, match=f'BatchNorm2d of {size} channels .* convolution of 8'):
+        model(torch.randn(2, 3, 12, 12))
+
+
+def two_uses_in_a_chain():
+    model = ResNet(50, base_channels=8, norm_eval=False, init_cfg=None)
+    blocks = model.layer2
+    blocks[2].bn1, blocks[2].bn2 = blocks[1].bn1, blocks[1].bn2
+    return model
+
+
+def two_uses_in_a_csp_layer():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), CSPLayer(16, 16, 0.5, 2))
+    model[1].blocks[1].conv1.bn = model[1].blocks[0].conv1.bn
+    return model
+
+
+@pytest.mark.parametrize('momentum', [None, 0.1])
+@pytest.mark.parametrize('make', [two_uses_in_a_chain, two_uses_in_a_csp_layer])
+def test_running_statistics_of_a_norm_that_is_used_twice(make, momentum):
+    plain = make().double()
+    plain.train()
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = momentum
+    lean, x = copy.deepcopy(plain), torch.randn(2, 3, 32, 32).double()
+    apply_lean(lean)
+    for model in (plain, lean):
+        for i in range(3):
+            model(x * (i + 1))
+    assert_equal(dict(lean.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_complex_weights():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).to(torch.complex128).train()
+    with pytest.raises(ValueError, match='its weight is complex'):
+        apply_lean(model)
+
+
+def test_a_scale_that_becomes_a_parameter():
+    sizes = dict(embed_dims=8, depths=(2, 2), num_heads=(2, 2), window_size=4, out_indices=(1,), strides=(4, 2))
+    sizes |= dict(drop_path_rate=0.0, init_cfg=None)
+    plain = nn.ModuleList([SwinTransformer(**sizes)]).double().train()
+    lean, x = copy.deepcopy(plain), torch.randn(2, 3, 32, 32).double()
+    apply_lean(lean)
+    found = []
+    for model in (lean, plain):
+        model[0](x)[0].sum().backward()
+        attention = model[0].stages[0].blocks[0].attn.w_msa
+        scale = attention.scale
+        del attention.scale
+        attention.scale = nn.Parameter(torch.tensor(scale).double())
+        model.zero_grad()
+        (model[0](x)[0] ** 2).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert found[0]['0.stages.0.blocks.0.attn.w_msa.scale'] is not None
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize('model', [None, 'detector', []])
+def test_what_is_no_model(model):
+    for change in (apply_lean, remove_lean):
+        with pytest.raises(TypeError, match='nn.Module is needed'):
+            change(model)
+
+
+def test_a_fraction_as_keep_ratio():
+    arch = dict(depths=[1] * 4, channels=[8] * 4)
+    model = SBPConvNeXt(arch, sbp_cfg=dict(keep_ratio=Fraction(1, 2)))
+    assert '0.5 of the positions' in str(apply_lean(model, 'sbp', keep_ratio=Fraction(1, 2)))
