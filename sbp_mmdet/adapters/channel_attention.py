@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from ..ops.activation import ActivationSettings, ActivationTensors, activate
 from ..ops.channel_gate import GateSettings, GateTensors, gate_channels
-from ..presets import Settings
 from .base import LeanModule, adapter
 from .conv_module import activation_of
 from .roles import ROLES
@@ -38,13 +37,13 @@ class LeanActivation(LeanModule):
     samples = has_reference = False
     hands_on = True
 
+    def bypasses(self):
+        """See :meth:`.LeanModule.bypasses`."""
+        yield self, 'activation'
+
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the activation on (N, C, H, W)."""
-        if x.dim() != 4 or not x.numel() or getattr(self, 'inplace', False):
+        inplace = getattr(self, 'inplace', False)
+        if x.dim() != 4 or not x.numel() or (inplace and x._is_view()):
             return super(LeanModule, self).forward(x)
-        return activate(ActivationSettings(self.form, activation_of(self)), ActivationTensors(x))
-
-    @classmethod
-    def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
-        """See :meth:`.LeanModule.refusal`. Whoever calls a module that works in place may use its input afterwards."""
-        return 'it works in place; write inplace=False' if getattr(module, 'inplace', False) else None
+        return activate(ActivationSettings(self.form, activation_of(self), inplace), ActivationTensors(x))

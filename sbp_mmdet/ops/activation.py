@@ -3,10 +3,20 @@
 import dataclasses
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import Form, Operation, gradients_of
+from .common.autograd_function import (
+    Form,
+    Operation,
+    apply_function,
+    differentiable_once,
+    gradients_of,
+    put_tensors_back,
+    saved_tensors_of,
+    take_tensors_out,
+)
 from .common.handed_maps import hand_on, handed_on
 from .common.kept_maps import KeptMap, keep
 
@@ -20,10 +30,12 @@ class ActivationSettings:
     Attributes:
         form (Form): How the operation is computed and what it saves.
         activation (Activation): The activation.
+        inplace (bool): Whether the output is written to the input, which others may read afterwards. Default: False.
     """
 
     form: Form
     activation: Activation
+    inplace: bool = False
 
 
 class ActivationTensors(NamedTuple):
@@ -60,22 +72,61 @@ def activate(settings: ActivationSettings, tensors: ActivationTensors) -> Tensor
         Tensor: Shape (N, C, H, W).
     """
     if settings.form.implementation == 'reference':
-        return settings.activation(tensors.x)
-    return _activate(settings, tensors)
+        return settings.activation(tensors.x, settings.inplace)
+    if not settings.inplace:
+        return _activate(settings, tensors)
+    saved = []
+    y = apply_function(_InPlace, settings, saved, tensors.x)
+    if saved:
+        hand_on(y, *saved)  # not before autograd has counted the write
+    return y
 
 
 def _forward(settings, tensors, needs):
-    x, act, storage = tensors.x, settings.activation, settings.form.storage
+    x, act = tensors.x, settings.activation
     y = act(x)
     if not needs.x:
         return y, None
-    map = handed_on(x)
-    linear = isinstance(map, KeptMap) and map.activation is None and map.shortcut is None
-    if not linear or (storage == 'native' and not map.is_exact):
-        map = keep(x, storage, threshold=0 if act.jumps_at_zero else None)
-    map = map._replace(activation=act)
+    map = _saved_form(settings, x)
     hand_on(y, map)
     return y, ActivationSaved(map)
+
+
+def _saved_form(settings, x):
+    """Return the saved form of the output. Where the input will be written to, it does not hold the input itself."""
+    act, storage, map = settings.activation, settings.form.storage, handed_on(x)
+    linear = isinstance(map, KeptMap) and map.activation is None and map.shortcut is None
+    if not linear or (storage == 'native' and not map.is_exact) or (settings.inplace and _holds(map, x)):
+        source = x.clone() if settings.inplace and storage == 'native' else x
+        map = keep(source, storage, threshold=0 if act.jumps_at_zero else None)
+    return map._replace(activation=act)
+
+
+def _holds(map, x):
+    tensors = []
+    take_tensors_out(map, tensors)
+    return any(tensor.untyped_storage()._cdata == x.untyped_storage()._cdata for tensor in tensors)
+
+
+class _InPlace(torch.autograd.Function):
+    """The activation as an operation that writes to its input."""
+
+    @staticmethod
+    def forward(ctx, settings, saved, x):
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        if ctx.needs_input_grad[2]:
+            saved.append(_saved_form(settings, x))
+            tensors = []
+            ctx.structure = take_tensors_out(saved[0], tensors)
+            ctx.save_for_backward(*tensors)
+        return settings.activation(x, inplace=True)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad):
+        map = put_tensors_back(ctx.structure, iter(saved_tensors_of(ctx)))
+        return None, None, map.activation_backward(grad)
 
 
 def _backward(settings, saved, grad, needs):
