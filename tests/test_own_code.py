@@ -16,6 +16,12 @@ from mmdet.models.necks import ChannelMapper
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, apply_lean, remove_lean
+from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
+from sbp_mmdet.ops.common.folding import normalise, normalise_backward
+from sbp_mmdet.plan.detector import measure_detector
+from sbp_mmdet.plan.variants import load_config, with_variant
+from sbp_mmdet.verify import comparison
+from sbp_mmdet.verify.module_run import Run
 
 PRESETS = 'exact', 'exact_min'
 
@@ -202,19 +208,22 @@ def test_keywords_that_a_layer_hands_on():
     plain = nn.ModuleList([DeformableDetrTransformerEncoderLayer(attention, ffn_cfg=ffn)]).double().train()
     lean, (x, pos, identity) = copy.deepcopy(plain), torch.randn(3, 2, 5, 16).double()
     apply_lean(lean)
-    given = dict(SIZES, reference_points=torch.rand(2, 5, 2, 2).double(), identity=identity)
-    found, expected = (model[0](x, pos, None, **given) for model in (lean, plain))
-    torch.testing.assert_close(found, expected)
+    given = dict(SIZES, reference_points=torch.rand(2, 5, 2, 2).double())
+    for value in (identity, None):
+        found, expected = (model[0](x, pos, None, **given, identity=value) for model in (lean, plain))
+        torch.testing.assert_close(found, expected)
 
 
-def test_images_without_keys():
-    plain = nn.ModuleList([MultiheadAttention(8, 2, batch_first=True)]).double().train()
+@pytest.mark.parametrize('more', [{}, dict(add_zero_attn=True), dict(add_bias_kv=True)], ids=str)
+def test_images_without_keys(more):
+    """They give NaN, as in the module's own code, unless the attention adds keys of its own."""
+    plain = nn.ModuleList([MultiheadAttention(8, 2, batch_first=True, **more)]).double().train()
     lean, x = copy.deepcopy(plain), torch.randn(2, 5, 8).double()
     apply_lean(lean)
     mask = torch.tensor([[False] * 5, [True] * 5])
     found, expected = (model[0](x, key_padding_mask=mask) for model in (lean, plain))
     torch.testing.assert_close(found, expected, equal_nan=True)
-    assert expected[1].isnan().all()
+    assert expected[1].isnan().all() == (not more)
 
 
 @pytest.mark.parametrize('eval_mode', [False, True])
@@ -294,3 +303,38 @@ def test_a_fraction_as_keep_ratio():
     arch = dict(depths=[1] * 4, channels=[8] * 4)
     model = SBPConvNeXt(arch, sbp_cfg=dict(keep_ratio=Fraction(1, 2)))
     assert '0.5 of the positions' in str(apply_lean(model, 'sbp', keep_ratio=Fraction(1, 2)))
+
+
+@pytest.mark.parametrize('factor', [1.0, 20.0])
+def test_a_channel_without_gradient_in_fp16(factor):
+    """Its largest gradient is zero, and nothing is divided by it, whatever the factor of stochastic depth is."""
+    c, d = 8, 16
+    shapes = dict(norm_weight=(c,), norm_bias=(c,), weight1=(d, c), bias1=(d,), weight2=(c, d), bias2=(c,), gamma=(c,))
+    weights = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+    x = torch.randn(2, 12, c, dtype=torch.float16).requires_grad_()
+    tensors = MLPTensors(x, x, **weights, factor=torch.tensor([factor, 0.0]))
+    out = channel_mlp(MLPSettings(dtype=torch.float16), tensors)
+    out.backward(torch.randn(out.shape).index_fill_(2, torch.tensor([3]), 0).to(out.dtype))
+    assert all(p.grad.isfinite().all() for p in (x, *weights.values()))
+
+
+def test_a_count_leaves_nothing_behind():
+    """The planner's steps do no arithmetic; what operations keep from them must not be used afterwards."""
+    rows = 2**18
+    x, grad = torch.randn(2, rows, 8)
+    config = load_config('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py')
+    measure_detector(with_variant(config, 'exact'), batch=1, height=512, width=512, boxes=2)
+    xhat, rstd = normalise(x, 1e-6, torch.float32)
+    found = normalise_backward(grad, xhat, rstd)
+    (expected,) = torch.autograd.grad(nn.functional.layer_norm(x.requires_grad_(), (8,), eps=1e-6), x, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_infinite_gradient_hides_no_other():
+    """Negligible gradients are measured by the largest finite one."""
+    gradients = dict(a=torch.tensor([torch.inf]), b=torch.ones(3))
+    expected = Run({}, gradients, None)
+    lean = Run({}, gradients | dict(b=2 * torch.ones(3)), None)
+    assert ('gradients', 'b') in comparison._beyond(
+        (expected, lean), lambda name: True, dict(outputs=1e-5, gradients=1e-3)
+    )

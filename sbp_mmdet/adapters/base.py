@@ -173,7 +173,8 @@ class LeanModule(Mixin):
         bypassed, known = self._lean.bound.bypassed, True
         if kwargs:
             kind = stock_class(type(self))
-            known = kwargs.keys().isdisjoint((*self.overlooked, *renamed_arguments(kind.forward)))
+            used = any([kwargs.get(name) is not None for name in self.overlooked])
+            known = not used and kwargs.keys().isdisjoint(renamed_arguments(kind.forward))
         if not known or not are_known_inputs(bypassed.precisions, args, kwargs):
             bypassed.warn_of_input(self._lean.name or type(self).__name__)
             return None

@@ -70,7 +70,7 @@ class BypassedModules:
         if not self._warned:
             text = (
                 f'{name} runs its own code for an input that its operations do not take: a tensor of a class of its '
-                'own, one in another precision than the weights, or an argument by a former name'
+                'own, one in another precision than the weights, or an argument that they do not use'
             )
             print_log(text, logger='current', level=logging.WARNING)
         self._warned = True

@@ -98,9 +98,10 @@ class LeanMultiheadAttention(LeanModule):
         if self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         out = self.attn(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]
-        if key_padding_mask is not None and key_padding_mask.dtype is torch.bool and key_padding_mask.dim() == 2:
+        mask, more_keys = key_padding_mask, self.attn.bias_k is not None or self.attn.add_zero_attn
+        if mask is not None and mask.dtype is torch.bool and mask.dim() == 2 and not more_keys:
             # Without keys, the module's own softmax gives NaN, which the loss shows; torch's kernel would give zeros.
-            out = out.masked_fill(key_padding_mask.all(1)[:, None], torch.nan)
+            out = out.masked_fill_(mask.all(1)[:, None], torch.nan)
         return out.transpose(0, 1) if self.batch_first else out
 
 

@@ -96,8 +96,9 @@ def renamed_arguments(function: Callable) -> frozenset[str]:
     """
     names = set()
     while hasattr(function, '__wrapped__'):
-        inside = inspect.getclosurevars(function).nonlocals
-        names.update(inside.get('name_dict') or ())
+        code, cells = getattr(function, '__code__', None), getattr(function, '__closure__', None) or ()
+        if code is not None and 'name_dict' in code.co_freevars:
+            names.update(cells[code.co_freevars.index('name_dict')].cell_contents)
         function = function.__wrapped__
     return frozenset(names)
 

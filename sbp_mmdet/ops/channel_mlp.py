@@ -222,7 +222,9 @@ def _save(settings, tensors, needs, normalised=None, b1=None):
         if keep is not None:
             xhat, rstd = take(xhat, keep), take(rstd, keep)
         stored, rstd = store(xhat, settings.form.storage), rstd if needs.x else None
-    if b1 is None and hidden:
+    if not hidden:
+        b1 = None
+    elif b1 is None:
         b1 = cast(fold_bias(t.weight1, t.bias1, t.norm_bias), settings.dtype)
     given = t._replace(x=None, shortcut=None, positions=None, conv=t.conv if hidden else None)
     return MLPSaved(stored, rstd, keep, b1, given, layout_of(t.x))

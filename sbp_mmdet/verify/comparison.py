@@ -180,7 +180,7 @@ def compare(
 def _beyond(runs, only, bars) -> dict:
     """Return the relative differences that exceed the bars, by part ('outputs', 'gradients') and name."""
     expected, lean = runs
-    least = _NEGLIGIBLE * max(map(norm, expected.gradients.values()), default=0.0)
+    least = _NEGLIGIBLE * max(filter(math.isfinite, map(norm, expected.gradients.values())), default=0.0)
     differences = {
         (part, name): _distance(getattr(lean, part)[name], value)
         / (max(norm(value), least if part == 'gradients' else 0.0) or 1)

@@ -55,9 +55,10 @@ class Incoming:
         self.factor, self._total = factor, Sum(bias)
         self._by = None if factor is None else factor[:, None, None]
         if gamma is not None and dtype == torch.float16 and grad.numel():
-            # In fp16, a tiny maximum would be zero. The factor, at most a few units, takes its share of the room.
+            # In fp16, a tiny maximum would be zero. The maximum is that of all images, also dropped ones, and the
+            # factor, at most a few units, takes its share of the room.
             largest = torch.linalg.vector_norm(grad, torch.inf, (0, 1), dtype=torch.float32)
-            self.unit = largest.mul_(16).clamp_min_(torch.finfo(torch.float32).tiny)
+            self.unit = largest.clamp_min_(torch.finfo(torch.float32).tiny).mul_(16)
             self._by = self.unit.reciprocal().expand(len(grad), 1, -1) if factor is None else self._by / self.unit
             self.scale = self.unit * gamma
 

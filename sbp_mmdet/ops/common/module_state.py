@@ -30,7 +30,8 @@ class ModuleState:
 
     Plain attributes may be weights too, which a hypernetwork or an old spectral norm computes anew for each pass. Those
     of modules in FSDP and parameters of special classes are excluded, because FSDP replaces them itself. Values of
-    buffers are not part of the state either, only which tensors they are.
+    buffers are not part of the state either, only which tensors they are. Attributes that a pass itself writes have the
+    values that it left.
 
     Args:
         modules (Iterable[nn.Module]): The modules, without those inside of them; see :func:`submodules`.
