@@ -48,8 +48,14 @@ if seed != 14:
 """
 
 
-EXPERIMENT = f"""
-config = {str(CONFIG)!r}
+# With little else in it, for each call reads and formats a config several times.
+SMALL = """
+custom_imports = dict(imports=['sbp_mmdet'], allow_failed_imports=False)
+model = dict(backbone=dict(type='SBPConvNeXt', arch='atto', sbp_cfg=None))
+train_cfg = dict(max_epochs=6)
+"""
+EXPERIMENT = """
+config = 'small.py'
 settings = dict(plain=None, quarter=dict(preset='sbp', keep_ratio=0.25))
 seeds = [1, 2]
 """
@@ -60,6 +66,7 @@ def study(tmp_path, monkeypatch, capsys):
     """Return a function that runs the tool in this process, with a replacement of the training script."""
     (tmp_path / 'tools').mkdir()
     (tmp_path / 'tools/train.py').write_text(TRAIN)
+    (tmp_path / 'small.py').write_text(SMALL)
     (tmp_path / 'e.py').write_text(EXPERIMENT)
     monkeypatch.setattr(training_study, 'TOOLS', tmp_path / 'tools')
 
