@@ -1,12 +1,16 @@
 """A project with a few images and a detector that trains in seconds, for the tests of configs and tools."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / 'tools'
@@ -96,3 +100,29 @@ def run(*command, cwd: Path, check: bool = True, seconds: float = 300, **variabl
     if check and done.returncode:
         raise AssertionError(f'{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}')
     return done
+
+
+def run_ranks(function: Callable, *args, number: int = 2, seconds: float = 300) -> None:
+    """Run a function in several processes, as torchrun does, but forked from this one, which has imported everything.
+
+    Args:
+        function (Callable): It makes the process group itself, from the environment.
+        *args: Arguments of the function.
+        number (int): Number of processes. Default: 2.
+        seconds (float): Time limit, in seconds. Default: 300.
+    """
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        variables = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=f'{free.getsockname()[1]}', WORLD_SIZE=f'{number}')
+    ranks = mp.start_processes(_run_rank, (function, args, variables), number, join=False, start_method='fork')
+    end = time.monotonic() + seconds
+    while not ranks.join(timeout=1):  # raises what a process raises
+        if time.monotonic() > end:
+            for process in ranks.processes:
+                process.kill()
+            raise AssertionError(f'{function} needed more than {seconds} s')
+
+
+def _run_rank(rank, function, args, variables):
+    os.environ.update(variables, RANK=f'{rank}', LOCAL_RANK=f'{rank}')
+    function(*args)
