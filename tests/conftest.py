@@ -1,8 +1,10 @@
 """Fixtures of all tests: seeds, the device of operations, and the iteration that a runner would report."""
 
 import contextlib
+import functools
 
 import hypothesis
+import mmengine.config.utils
 import pytest
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
@@ -19,6 +21,8 @@ hypothesis.settings.register_profile(
     'core', derandomize=True, deadline=None, max_examples=20, phases=list(hypothesis.Phase)[:-1]
 )
 hypothesis.settings.load_profile('core')
+# For each base config in MMDetection, mmengine reads all of its metafiles again.
+mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
 
 
 @pytest.fixture(autouse=True)
