@@ -1,8 +1,10 @@
 """Fixtures of all tests: seeds, the device of operations, and the iteration that a runner would report."""
 
 import contextlib
+import functools
 
 import hypothesis
+import mmengine.config.utils
 import pytest
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
@@ -19,6 +21,17 @@ hypothesis.settings.register_profile(
     'core', derandomize=True, deadline=None, max_examples=20, phases=list(hypothesis.Phase)[:-1]
 )
 hypothesis.settings.load_profile('core')
+# For each base config in MMDetection, mmengine reads all of its metafiles again.
+mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
+
+# The longest files, which tools/run_tests.sh gives to its processes first: at the end, none of them waits long.
+LONGEST = 'gpu_report rehearsal slurm training autocast planted_faults plan_whole verify fake_cuda_ops'.split()
+
+
+def pytest_collection_modifyitems(items):
+    """Sort the longest files to the front."""
+    places = {f'test_{name}': place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)

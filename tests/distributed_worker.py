@@ -1,13 +1,10 @@
-"""The program that each rank of the tests of distributed training runs, under torchrun: ``distributed_worker.py
-OUT``.
+"""What each rank of the tests of distributed training runs.
 
 For each case and step the gradients of a backbone in a distributed wrapper and the masks that it used go to
 ``OUT/{case}-{rank}.pt``. The images of a rank and step are those of :func:`make_images`.
 """
 
 import contextlib
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -167,8 +164,3 @@ def main(out: str) -> None:
     for case in CASES:
         torch.save(run_case(case, rank), Path(out) / f'{case}-{rank}.pt')
     dist.barrier()
-    os._exit(0)  # as tools/mmdet_script.py does it: gloo's threads may abort a process that ends in the ordinary way
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])

@@ -1,11 +1,9 @@
-"""A small detector with every part that ``exact_min`` changes, and the program of each rank of its distributed test.
+"""A small detector with every part that ``exact_min`` changes, and what each rank of its distributed test runs.
 
-``exact_min_model.py OUT``, under torchrun: gradients of each case and step go to ``OUT/{case}-{rank}.pt``.
+Gradients of each case and step go to ``OUT/{case}-{rank}.pt``.
 """
 
 import contextlib
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -116,8 +114,3 @@ def main(out: str) -> None:
         ]
         torch.save(gradients, Path(out) / f'{case}-{rank}.pt')
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])

@@ -1,12 +1,21 @@
 """A project with a few images and a detector that trains in seconds, for the tests of configs and tools."""
 
+import functools
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from mmengine.config import Config
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / 'tools'
@@ -16,7 +25,7 @@ sys.path[:0] = [str(TOOLS), str(RESEARCH)]
 from make_synthetic_coco import make_set  # noqa: E402
 
 TINY_CONFIG = """
-_base_ = '{base}'
+_base_ = './base.py'
 model = dict(
     backbone=dict(arch=dict(_delete_=True, depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])),
     neck=dict(in_channels=[8, 16, 32, 64]),
@@ -60,9 +69,16 @@ def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> 
     """
     make_set(folder / 'data/shapes', train=train, val=val, size=size)
     config = folder / 'tiny.py'
-    base = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
-    config.write_text(TINY_CONFIG.format(base=base))
+    (folder / 'base.py').write_text(_base_config())
+    config.write_text(TINY_CONFIG)
     return config
+
+
+@functools.cache
+def _base_config():
+    """Return the quick start's config in one file: of each of MMDetection's, mmengine reads all of its metafiles."""
+    base = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
+    return Config.fromfile(base, import_custom_modules=False).pretty_text
 
 
 def make_environment(**variables) -> dict:
@@ -96,3 +112,74 @@ def run(*command, cwd: Path, check: bool = True, seconds: float = 300, **variabl
     if check and done.returncode:
         raise AssertionError(f'{words} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}')
     return done
+
+
+def run_forked(script: Path, *words, cwd: Path, seconds: float = 300, **variables) -> subprocess.CompletedProcess:
+    """Run a script in a fork of this process, which has imported torch and mmdet, until it ends or is killed.
+
+    Args:
+        script (Path): The script.
+        *words: Its arguments.
+        cwd (Path): Working directory, which modules are imported from as well.
+        seconds (float): Time limit, in seconds. Default: 300.
+        **variables: Environment variables.
+
+    Returns:
+        subprocess.CompletedProcess: The result, with stdout and stderr together as text.
+    """
+    words = [*map(str, (script, *words))]
+    with tempfile.TemporaryFile('w+') as output:
+        process = mp.get_context('fork').Process(target=_run_script, args=(words, cwd, output, variables))
+        process.start()
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(f'{words} needed more than {seconds} s')
+        output.seek(0)
+        return subprocess.CompletedProcess(words, process.exitcode, output.read(), '')
+
+
+def _run_script(words, cwd, output, variables):
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    sys.stdout = sys.stderr = open(1, 'w', buffering=1, closefd=False)
+    os.environ.update(make_environment(**variables))
+    os.chdir(cwd)
+    sys.path[:0] = [str(Path(words[0]).parent), str(cwd)]
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name='__main__')
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code)
+        os._exit(1 if isinstance(end.code, str) else end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def run_ranks(function: Callable, *args, number: int = 2, seconds: float = 300) -> None:
+    """Run a function in several processes, as torchrun does, but forked from this one, which has imported everything.
+
+    Args:
+        function (Callable): It makes the process group itself, from the environment.
+        *args: Arguments of the function.
+        number (int): Number of processes. Default: 2.
+        seconds (float): Time limit, in seconds. Default: 300.
+    """
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        variables = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=f'{free.getsockname()[1]}', WORLD_SIZE=f'{number}')
+    ranks = mp.start_processes(_run_rank, (function, args, variables), number, join=False, start_method='fork')
+    end = time.monotonic() + seconds
+    while not ranks.join(timeout=1):  # raises what a process raises
+        if time.monotonic() > end:
+            for process in ranks.processes:
+                process.kill()
+            raise AssertionError(f'{function} needed more than {seconds} s')
+
+
+def _run_rank(rank, function, args, variables):
+    os.environ.update(variables, RANK=f'{rank}', LOCAL_RANK=f'{rank}')
+    function(*args)

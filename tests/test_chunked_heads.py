@@ -22,7 +22,7 @@ HEADS = {
     'mask': MASK,
     'mask, group norm': dict(MASK, norm_cfg=GN),
     'box': BOX,
-    'shared': dict(type='ResLayer', depth=50),
+    'shared': dict(type='ResLayer', depth=18),
 }
 NUMBER = 150  # two chunks and a part of one
 
@@ -41,7 +41,7 @@ def build_head(name):
 
 
 def random_maps(name, number=NUMBER):
-    shape = dict(box=(16, 7, 7), shared=(1024, 2, 2)).get(name, (16, 6, 6))
+    shape = dict(box=(16, 7, 7), shared=(256, 2, 2)).get(name, (16, 6, 6))
     return torch.randn(number, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 

@@ -184,7 +184,7 @@ def test_base_recipe_is_the_official_one():
 def test_layer_decay_reaches_the_backbone(child, depth_of_last_stage):
     config = copy.deepcopy(load(family(child)))
     config.optim_wrapper.type = 'OptimWrapper'  # the AMP one refuses to be built without a GPU
-    model, _ = build(family(child))
+    model = preflight.on_meta(config)
     groups = build_optim_wrapper(model, config.optim_wrapper).optimizer.param_groups
     lr, decay = config.optim_wrapper.optimizer.lr, config.optim_wrapper.paramwise_cfg.decay_rate
     rate = {name: group['lr'] for group in groups for name in group['param_names']}

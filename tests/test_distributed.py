@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from distributed_worker import CASES, FIRST_ITERATION, SEED, STEPS, build_case, make_images
-from helpers import ROOT, run
+from distributed_worker import CASES, FIRST_ITERATION, SEED, STEPS, build_case, main, make_images
+from helpers import run_ranks
 from mmengine.logging import MessageHub
 from oracles import SMALL, assert_near, build_backbone, compute_gradients, compute_loss, run_convnext_oracle
 
@@ -14,10 +14,9 @@ OPTIONS = [case for case in CASES if any(word in case for word in ('sampled', 's
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    """Run the worker and return the steps of each rank by case."""
+    """Run both ranks and return the steps of each rank by case."""
     out = tmp_path_factory.mktemp('ranks')
-    command = ('python', '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={RANKS}')
-    run(*command, ROOT / 'tests/distributed_worker.py', out, cwd=out, PYTHONPATH=ROOT)
+    run_ranks(main, out, number=RANKS)
     return {case: [torch.load(out / f'{case}-{rank}.pt') for rank in range(RANKS)] for case in CASES}
 
 

@@ -5,8 +5,16 @@ import io
 
 import pytest
 import torch
-from exact_min_model import CASES, STEPS, accumulate_gradients, build_detector, get_image_numbers, make_images
-from helpers import ROOT, run
+from exact_min_model import (
+    CASES,
+    STEPS,
+    accumulate_gradients,
+    build_detector,
+    get_image_numbers,
+    main,
+    make_images,
+)
+from helpers import run_ranks
 from mmengine.model import ExponentialMovingAverage
 
 from sbp_mmdet import apply_lean
@@ -36,8 +44,7 @@ def test_everything_is_changed_and_gradients_are_plain(depth):
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp('ranks')
-    command = ('python', '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={RANKS}')
-    run(*command, ROOT / 'tests/exact_min_model.py', out, cwd=out, PYTHONPATH=ROOT)
+    run_ranks(main, out, number=RANKS)
     return {case: [torch.load(out / f'{case}-{rank}.pt') for rank in range(RANKS)] for case in CASES}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FAMILIES, build
+from cases import FAMILIES, OWN, build
 from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
 
 from sbp_mmdet.presets import PRESETS
@@ -24,15 +24,15 @@ def on_gpu(mode, family, sbp_cfg, **options):
     return model
 
 
-# All presets in fp16, whose range needs most care. Other precisions for the package's own classes: the stock ones have
-# the same operations. Checkpointing is torch's own, and slow here, so one family has it.
+# All presets in fp16, whose range needs most care, and other precisions for the package's own classes: the stock ones
+# have the same operations. Checkpointing is torch's own, and slow here, so one family has it.
 CASES = [
-    *((family, preset, 'fp16') for family in FAMILIES for preset in PRESETS if preset != 'with_cp'),
+    *((family, preset, 'fp16') for family in OWN for preset in PRESETS if preset != 'with_cp'),
+    *((family, preset, 'fp16') for family in FAMILIES if family not in OWN for preset in ('exact_min', 'sbp')),
     ('SBPConvNeXt', 'with_cp', 'fp16'),
     *(
         pytest.param(family, preset, precision, marks=pytest.mark.slow)
-        for family in FAMILIES
-        if not family.startswith('stock')
+        for family in OWN
         for preset in ('exact', 'int8', 'sampled', 'sbp')
         for precision in ('fp32', 'bf16')
     ),

@@ -282,20 +282,21 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     assert 'one batch in 1,000 reaches' in page and 'the median is 800 x 1' in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
+    given = ['--batch', '2', '--size', '800x1333', '--boxes', '60']  # otherwise each call would run the pipeline
     with pytest.raises(SystemExit) as stopped:
-        command.main(['plan', FRCNN, '--budget', '1GiB'])
+        command.main(['plan', FRCNN, *given, '--budget', '1GiB'])
     assert stopped.value.code == 1 and 'Nothing fits into 1.00 GiB' in (page := capsys.readouterr().out)
     assert '--adamw8bit' not in page  # it trains with SGD
     with pytest.raises(SystemExit, match='Nothing fits into 512 MiB: CUDA takes 956 MiB with any model.'):
-        command.main(['plan', STOCK_T, '--budget', '0.5GiB'])
+        command.main(['plan', STOCK_T, *given, '--budget', '0.5GiB'])
     with pytest.raises(SystemExit):
-        command.main(['plan', STOCK_T, '--budget', '1GiB'])
+        command.main(['plan', STOCK_T, *given, '--budget', '1GiB'])
     assert '--adamw8bit' in capsys.readouterr().out
     properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
-    command.main(['plan', FRCNN])
+    command.main(['plan', FRCNN, *given])
     assert 'It fits into 80.00 GiB as it is.' in capsys.readouterr().out
 
 

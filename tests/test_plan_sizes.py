@@ -301,7 +301,7 @@ def test_what_the_preprocessor_makes_of_batches(tmp_path):
 @pytest.mark.parametrize('name', pipeline_sizes.PIPELINES)
 def test_the_pipelines_of_the_study(name, tmp_path):
     """The study draws 2,000 batches of each."""
-    row = pipeline_sizes.compare(name, tmp_path, 60)
+    row = pipeline_sizes.compare(name, tmp_path, 30)
     assert row['ratio'] >= 0.97, row
     results = json.loads(pipeline_sizes.RESULTS.read_text())['rows']
     (of_many,) = (one['real'] for one in results if one['name'] == name)

@@ -4,11 +4,10 @@ import copy
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
-from helpers import RESEARCH, ROOT, make_environment, make_set
+from helpers import RESEARCH, ROOT, make_set, run_forked
 from mmdet.datasets import CocoDataset
 
 from sbp_mmdet.plan.variants import load_config
@@ -105,52 +104,47 @@ def project(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def run(project, *args, **variables):
-    command = [sys.executable, STUDY, 'coco.py', *map(str, args)]
-    variables = make_environment(PYTHONPATH=f'{project}{os.pathsep}{ROOT}', **variables)
-    return subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True, timeout=600)
+def run(project, *words):
+    """Run the tool in a fork of this process; the trainings that it launches are processes of their own."""
+    return run_forked(STUDY, 'coco.py', *words, cwd=project, seconds=600, PYTHONPATH=f'{project}{os.pathsep}{ROOT}')
 
 
-def assert_resumes_after_kill(project, labels, *args, **variables):
-    """Assert that the first call reports the killed training run and that the second call resumes it."""
-    first = run(project, '--labels', *labels, *args, **variables)
-    assert first.returncode == 1 and f'{labels[1]}, seed 0: a training failed' in first.stderr, first.stderr[-3000:]
-    second = run(project, '--labels', *labels, *args, **variables)
-    logs = {path: path.read_text() for path in project.glob('work_dirs/coco/*/log.txt')}
-    assert second.returncode == 0, second.stderr[-3000:] + str([text[-2000:] for text in logs.values()])
-    log = (project / f'work_dirs/coco/{labels[1]}-0/log.txt').read_text()
-    assert 'resumed epoch: 1, iter: 2' in log and 'GPU number: 2' in log
-    return second
+def read_result(project, label):
+    return json.loads((project / f'work_dirs/coco/{label}-0/result.json').read_text())
 
 
-def assert_ended_run_is_evaluated(project, name):
-    """Assert that a training run that was killed in its last evaluation is evaluated when it is resumed."""
-    folder = project / 'work_dirs/coco' / name
-    known = json.loads((folder / 'result.json').read_text())
+def cut_last_evaluation(folder):
+    """Leave a folder as a training leaves it that was killed in its last evaluation."""
     (folder / 'result.json').unlink()
     (scalars,) = folder.glob('*/vis_data/scalars.json')
     lines = scalars.read_text().splitlines(keepends=True)
     assert 'coco/bbox_mAP' in lines[-1] and '"step": 3' in lines[-1]
     scalars.write_text(''.join(lines[:-1]))
-    done = run(project, '--labels', name.rpartition('-')[0])
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads((folder / 'result.json').read_text())
-    assert results['loss'] == known['loss'] and results['curve'][:2] == known['curve'][:2]
-    assert results['ap'] == pytest.approx(known['ap'], abs=1e-3)
-    assert results['curve'][2]['step'] == known['curve'][2]['step']
 
 
 def test_torchrun(project):
-    done = assert_resumes_after_kill(project, [T, SBP_T])
-    assert f'{SBP_T}' in done.stdout
+    """The first call reports that the second training was killed; the next one resumes it, and evaluates the first."""
+    first = run(project, '--labels', T, SBP_T)
+    assert first.returncode == 1 and f'{SBP_T}, seed 0: a training failed' in first.stdout, first.stdout[-3000:]
+    known = read_result(project, T)
+    cut_last_evaluation(project / f'work_dirs/coco/{T}-0')
+    second = run(project, '--labels', T, SBP_T)
+    logs = {path: path.read_text() for path in project.glob('work_dirs/coco/*/log.txt')}
+    assert second.returncode == 0, second.stdout[-3000:] + str([text[-2000:] for text in logs.values()])
+    assert f'{SBP_T}' in second.stdout
+    log = (project / f'work_dirs/coco/{SBP_T}-0/log.txt').read_text()
+    assert 'resumed epoch: 1, iter: 2' in log and 'GPU number: 2' in log
     for label in (T, SBP_T):
-        result = json.loads((project / f'work_dirs/coco/{label}-0/result.json').read_text())
+        result = read_result(project, label)
         assert [point['evaluated'] for point in result['curve']] == [1, 2, 3]
         assert [step for step, _ in result['loss']] == [1, 2, 3, 4, 5, 6]
         assert result['finished'] and result['seconds'] > 0 and 'box AP' in result['ap']
-    assert_ended_run_is_evaluated(project, f'{T}-0')
+    again = read_result(project, T)
+    assert again['loss'] == known['loss'] and again['curve'][:2] == known['curve'][:2]
+    assert again['ap'] == pytest.approx(known['ap'], abs=1e-3)
+    assert again['curve'][2]['step'] == known['curve'][2]['step']
     table = run(project, '--no-run', '--write', 'page.md')
-    assert table.returncode == 0, table.stderr
+    assert table.returncode == 0, table.stdout
     lines = [line.split('|')[1:-1] for line in (project / 'page.md').read_text().splitlines()]
     found = [
         [bool(cell.strip()) for cell in line[2:5]] for line in lines if len(line) > 2 and line[1].strip() == 'here'

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from helpers import run_ranks
 from torch import nn
 
 from sbp_mmdet.plan import rehearse
@@ -14,10 +14,10 @@ CASE = dict(batch=2, height=64, width=96, boxes=3)
 GB = 2**30
 
 
-def _rehearse(rank, folder):
+def _rehearse():
     """Return peak and budget of each process, and the messages of both."""
-    dist.init_process_group('gloo', f'file://{folder}/meet', rank=rank, world_size=2)
-    said = []
+    dist.init_process_group('gloo')
+    rank, said = dist.get_rank(), []
     runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))
     for peaks, budgets, words in (
         ((5, 6), ('8GiB', '8GiB'), 'needs 6.00 GiB: it fits'),
@@ -40,8 +40,8 @@ def _rehearse(rank, folder):
     dist.destroy_process_group()
 
 
-def test_all_processes_go_on_or_all_stop(tmp_path):
-    mp.spawn(_rehearse, (str(tmp_path),), nprocs=2)
+def test_all_processes_go_on_or_all_stop():
+    run_ranks(_rehearse)
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ import shutil
 
 import pytest
 import torch
-from helpers import TOOLS, run
+from helpers import TOOLS, run_forked
 from resume_project import EPOCHS, make_resume_project, read_masks, read_weights
+
+VERIFIES = True
 
 
 @pytest.fixture(scope='module')
@@ -16,10 +18,10 @@ def folder(tmp_path_factory):
 
 
 def train(folder, work_dir, *options, **trouble):
-    command = ('python', TOOLS / 'train.py', 'resume.py', '--work-dir', work_dir, *options)
-    done = run(*command, cwd=folder, check=False, PYTHONPATH=folder, **trouble)
-    assert trouble or done.returncode == 0, done.stderr[-3000:]
-    return done, done.stdout + done.stderr
+    words = ('resume.py', '--work-dir', work_dir, *options)
+    done = run_forked(TOOLS / 'train.py', *words, cwd=folder, **trouble)
+    assert trouble or done.returncode == 0, done.stdout[-3000:]
+    return done, done.stdout
 
 
 @pytest.fixture(scope='module')

@@ -2,34 +2,20 @@
 
 import sys
 
-import pytest
+from cases import FAMILIES, LEAN, OWN
 from helpers import ROOT, run
 
 TESTS = ROOT / 'tests'
-
-
-def on_second_device(*words, check=True):
-    options = '-q -o addopts= -p second_device -p no:cacheprovider --tb=short'.split()
-    variables = dict(SBP_TEST_DEVICE='meta', PYTHONPATH=TESTS)
-    return run(sys.executable, '-m', 'pytest', *options, *words, cwd=ROOT, check=check, **variables)
-
-
-@pytest.mark.parametrize(
-    ('file', 'names'),
-    [
-        ('test_ops', 'values_and_gradients or any_shape'),
-        ('test_ops_operation', 'test_operation'),
-        ('test_ops_images', 'multiplying_by_zero'),
-        ('test_training', 'those_of_the_definition'),
-    ],
-)
-def test_nothing_is_mixed(file, names):
-    done = on_second_device(TESTS / f'{file}.py', '-k', names)
-    assert ' passed' in done.stdout and 'failed' not in done.stdout
-
-
-# Tests of whole modules, with stock modules, inputs and running statistics beside the operations; one of each kind.
-WHOLE = [
+# One test of each kind, first those of operations: stock models are changed into the same ones.
+TRAINED = [(family, preset) for family in FAMILIES for preset in (LEAN if family in OWN else ['sbp'])]
+NAMES = [
+    'test_ops.py::test_values_and_gradients',
+    'test_ops.py::test_mlp_of_any_shape',
+    'test_ops.py::test_downsample_of_any_shape',
+    'test_ops_operation.py::test_operation',
+    'test_ops_images.py::test_gradients_are_those_of_multiplying_by_zero',
+    *(f'test_training.py::test_gradients_are_those_of_the_definition[odd-{p}-{f}]' for f, p in TRAINED),
+    # Whole modules, with stock modules, inputs and running statistics beside the operations.
     'test_adapters_codetr.py::test_an_encoder_layer[True-True]',
     'test_adapters_conv.py::test_a_norm_on_both_paths_of_a_block[ResNet-18, training-exact]',
     'test_adapters_conv.py::test_checkpoints_around_lean_modules[exact]',
@@ -42,23 +28,28 @@ WHOLE = [
     'test_ops_transformer.py::test_two_encoder_layers[dropout-True-4]',
     'test_residual_chain.py::test_requires_grad_changes_between_steps[False]',
 ]
+# As on a GPU, only copies and indices may come from the host.
+MIXED = """
+import torch
+x = torch.arange(3.0)
+def test_copy(): assert x.to("meta").mul(2).to("cpu").tolist() == [0, 2, 4]
+def test_index(): assert x.to("meta")[torch.tensor([2, 0])].tolist() == [2, 0]
+def test_sum(): x.to("meta") + x
+def test_select(): x.to("meta").index_select(0, torch.tensor([1]))
+"""
 
 
-def test_whole_modules_lie_on_the_device():
-    done = on_second_device(*(TESTS / name for name in WHOLE))
-    assert f'{len(WHOLE)} passed' in done.stdout and 'failed' not in done.stdout
-
-
-def test_what_is_mixed_fails(tmp_path):
-    """As on a GPU, only copies and indices may come from the host."""
-    (tmp_path / 'test_mixed.py').write_text(
-        'import torch\n'
-        'x = torch.arange(3.0)\n'
-        'def test_copy(): assert x.to("meta").mul(2).to("cpu").tolist() == [0, 2, 4]\n'
-        'def test_index(): assert x.to("meta")[torch.tensor([2, 0])].tolist() == [2, 0]\n'
-        'def test_sum(): x.to("meta") + x\n'
-        'def test_select(): x.to("meta").index_select(0, torch.tensor([1]))\n'
-    )
-    done = on_second_device(tmp_path, check=False)
-    assert '2 failed, 2 passed' in done.stdout, done.stdout
-    assert 'mixes tensors of the second device' in done.stdout
+def test_only_what_is_mixed_fails(tmp_path):
+    """One process runs all of these tests, beside two that mix tensors."""
+    (tmp_path / 'test_mixed.py').write_text(MIXED)
+    options = f'-q -rA -c {ROOT}/pyproject.toml --rootdir {ROOT} -o addopts= -p second_device -p no:cacheprovider'
+    words = [*options.split(), '--tb=short', *(TESTS / name for name in NAMES), tmp_path]
+    done = run(sys.executable, '-m', 'pytest', *words, cwd=ROOT, check=False, SBP_TEST_DEVICE='meta', PYTHONPATH=TESTS)
+    outcomes = [line.split(' ', 1) for line in done.stdout.splitlines()]
+    passed = [line[1] for line in outcomes if line[0] == 'PASSED']
+    failed = [line[1] for line in outcomes if line[0] in ('FAILED', 'ERROR')]
+    assert sorted(name.partition(' - ')[0].rpartition('_')[2] for name in failed) == ['select', 'sum'], failed
+    errors = [line for line in done.stdout.splitlines() if line.startswith('E  ')]
+    assert ['mixes tensors of the second device' in line for line in errors] == [True, True], errors
+    assert all(any(name in there for there in passed) for name in NAMES), done.stdout[-3000:]
+    assert sum('test_mixed' in name for name in passed) == 2

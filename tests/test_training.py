@@ -18,7 +18,7 @@ from cases import (
     count_model_bytes,
     get_draws,
 )
-from helpers import FP16
+from helpers import needs_fp16
 from mmengine.model import ExponentialMovingAverage
 from oracles import assert_near, compute_gradients, compute_loss, random_images, relative_error
 from torch import nn
@@ -27,9 +27,10 @@ from sbp_mmdet.ops.channel_mlp import channel_mlp
 from sbp_mmdet.presets import PRESETS
 
 EACH_FAMILY = pytest.mark.parametrize('family', FAMILIES)
-EACH_PRESET = pytest.mark.parametrize('preset', LEAN)
-SMALL, ODD = (3, 64, 96), (2, 70, 93)
-DEPTH = dict(drop_path_rate=0.5)
+# Where no arithmetic matters: a preset that computes again and one that thins; all presets with one family.
+PAIRS = [(f, p) for f in FAMILIES for p in LEAN if p in ('exact_min', 'sbp') or f == 'SBPSwinTransformer']
+EACH_ONCE = pytest.mark.parametrize(('family', 'preset'), PAIRS)
+SMALL, ODD, DEPTH = (3, 64, 96), (2, 70, 93), dict(drop_path_rate=0.5)
 # More than a preset says: keys of presets that thin.
 KEYS = {
     'random': (OWN, dict(sampler='random', keep_ratio=0.3)),
@@ -92,7 +93,7 @@ def test_exact_gradients_are_the_plain_ones(family, preset):
 
 
 @EACH_FAMILY
-@EACH_PRESET
+@pytest.mark.parametrize('preset', LEAN)
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_gradients_are_those_of_the_definition(family, preset, size):
     """Images that stochastic depth drops are left out, which is the default."""
@@ -118,8 +119,7 @@ def test_thinned_gradients_differ_from_the_plain_ones(family, preset):
     assert relative_error(gradients['image'], plain['image']) > 0.01
 
 
-@EACH_FAMILY
-@EACH_PRESET
+@EACH_ONCE
 def test_evaluation_and_passes_without_gradients_are_plain(family, preset):
     lean, plain, x = build(family, dict(preset=preset), **DEPTH), build(family, **DEPTH), random_images(*ODD)
     for context in (torch.no_grad, torch.inference_mode):
@@ -134,9 +134,10 @@ def test_evaluation_and_passes_without_gradients_are_plain(family, preset):
     assert all(map(torch.equal, lean(x), plain(x)))
 
 
-@EACH_FAMILY
-@EACH_PRESET
-@pytest.mark.parametrize('together', [True, False], ids=['one backward', 'accumulated'])
+@pytest.mark.parametrize(
+    ('family', 'preset', 'together'),
+    [*((family, preset, True) for family in OWN for preset in LEAN), *((*pair, False) for pair in PAIRS)],
+)
 def test_two_passes(family, preset, together):
     """Two passes precede a backward pass, as in a semi-supervised or accumulated step; each uses its own draws."""
     lean, xs = build(family, dict(preset=preset), **DEPTH), [random_images(*SMALL, seed=seed) for seed in (0, 1)]
@@ -175,9 +176,13 @@ def compute_scaled_gradients(model, x, dtype):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@EACH_FAMILY
-@EACH_PRESET
-@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
+@pytest.mark.parametrize(
+    ('family', 'preset', 'dtype'),
+    [
+        *(pytest.param(family, preset, torch.float16, marks=needs_fp16) for family in OWN for preset in LEAN),
+        *((*pair, torch.bfloat16) for pair in PAIRS),
+    ],
+)
 def test_autocast(family, preset, dtype):
     """Gradients are as near to the definition as plain ones under autocast are to plain ones, except those of eight
     bits."""
@@ -186,10 +191,8 @@ def test_autocast(family, preset, dtype):
     found = compute_scaled_gradients(lean, x, dtype)
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found.values())
     twin = build_oracle(family, lean, x, **DEPTH)
-    truth, rounded = (
-        compute_gradients(twin.double(), x.double()),
-        compute_scaled_gradients(build_oracle(family, lean, x, **DEPTH), x, dtype),
-    )
+    truth = compute_gradients(twin.double(), x.double())
+    rounded = compute_scaled_gradients(build_oracle(family, lean, x, **DEPTH), x, dtype)
     truth.pop('image')
     found, truth, rounded = drop_sampled_weights(preset, found, truth, rounded)
     assert 1 - cosine_similarity(found, truth) < 2 * (1 - cosine_similarity(rounded, truth)) + 2e-3
@@ -197,8 +200,7 @@ def test_autocast(family, preset, dtype):
         assert name.dtype == out.dtype
 
 
-@EACH_FAMILY
-@EACH_PRESET
+@EACH_ONCE
 def test_a_model_that_is_bf16_throughout(family, preset):
     if preset == 'reference' and 'Swin' in family:
         pytest.skip("mmdet's own shifted windows fail in bf16")
@@ -209,8 +211,7 @@ def test_a_model_that_is_bf16_throughout(family, preset):
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
 
 
-@EACH_FAMILY
-@EACH_PRESET
+@EACH_ONCE
 def test_channels_last(family, preset):
     last, x, gradients = dict(memory_format=torch.channels_last), random_images(*ODD), []
     for options in ({}, last):
@@ -244,8 +245,7 @@ def test_frozen_stages(family, preset):
     assert_near(gradients, compute_expected_gradients(family, lean, x, **options), 1e-10)
 
 
-@EACH_FAMILY
-@EACH_PRESET
+@EACH_ONCE
 def test_copies(family, preset):
     """EMA and checkpoints of whole models make such copies, before a pass or after one."""
     x = random_images(*SMALL)
@@ -285,7 +285,7 @@ def run_eval(model):
 
 
 @EACH_FAMILY
-@EACH_PRESET
+@pytest.mark.parametrize('preset', LEAN)
 def test_where_all_images_are_dropped_gradients_are_zeros(family, preset):
     """Optimizers and distributed training need a gradient for every parameter."""
     lean, missed = build(family, dict(preset=preset), drop_path_rate=0.95), 0

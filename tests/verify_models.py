@@ -21,7 +21,8 @@ from sbp_mmdet.adapters import LeanModule
 
 def resnet(depth=18, **options):
     torch.manual_seed(1)
-    model = ResNet(depth, base_channels=8, **options)
+    stages = dict(num_stages=2, strides=(1, 2), dilations=(1, 1), out_indices=(0, 1))
+    model = ResNet(depth, base_channels=8, **stages, **options)
     model.train()
     return model
 

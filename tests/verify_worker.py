@@ -1,9 +1,8 @@
-"""The program of a rank that trains with and without verification, for test_verify_ranks.py."""
+"""What a rank runs that trains with and without verification, for test_verify_ranks.py."""
 
 import contextlib
 import copy
 import logging
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,7 +77,3 @@ def main(out: str) -> None:
         lines.append(f'{preset} different={len(different)} verified={verified}')
     Path(out, f'{rank}.txt').write_text('\n'.join(lines))
     dist.destroy_process_group()
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])

@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# The tests start some hundred processes, each of which would compile this package again.
+export PYTHONDONTWRITEBYTECODE=
 python=$(bash tools/setup_env.sh)
 # The tests are for the CPU, for mmcv may have been compiled without its GPU operators; backbones and operations run on a
 # GPU with SBP_TEST_DEVICE=cuda.
