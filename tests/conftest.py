@@ -24,7 +24,7 @@ hypothesis.settings.load_profile('core')
 # For each base config in MMDetection, mmengine reads all of its metafiles again.
 mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
 
-# The longest files, which tools/run_tests.sh gives to its processes first: at the end, none of them waits long.
+# The longest files start first, so that none of them runs alone at the end.
 LONGEST = 'gpu_report rehearsal slurm training autocast planted_faults plan_whole verify fake_cuda_ops'.split()
 
 

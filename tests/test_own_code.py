@@ -16,8 +16,13 @@ from mmdet.models.necks import ChannelMapper
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, apply_lean, remove_lean
+from sbp_mmdet.ops.activation import ActivationSettings, ActivationTensors, activate
 from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
+from sbp_mmdet.ops.common.activations import Activation
+from sbp_mmdet.ops.common.autograd_function import Form
 from sbp_mmdet.ops.common.folding import normalise, normalise_backward
+from sbp_mmdet.ops.common.handed_maps import Scope, hand_on
+from sbp_mmdet.ops.common.kept_maps import KeptMap
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, with_variant
 from sbp_mmdet.verify import comparison
@@ -233,7 +238,7 @@ def test_a_norm_of_another_size(size, eval_mode):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(size), nn.ReLU(), nn.Conv2d(8, 8, 3)).train()
     model[1].train(not eval_mode)
     apply_lean(model)
-    with pytest.raises(ValueError, match=f'BatchNorm2d of {size} channels .* convolution of 8'):
+    with pytest.raises(ValueError, match=f'BatchNorm2d of {size} channels follows a convolution of 8'):
         model(torch.randn(2, 3, 12, 12))
 
 
@@ -338,3 +343,15 @@ def test_an_infinite_gradient_hides_no_other():
     assert ('gradients', 'b') in comparison._beyond(
         (expected, lean), lambda name: True, dict(outputs=1e-5, gradients=1e-3)
     )
+
+
+def test_a_map_that_is_handed_on_and_written_to():
+    """The saved form of an input may hold the input itself, which an activation in place overwrites."""
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    with Scope():
+        inside = x * 1
+        hand_on(inside, KeptMap(inside))
+        activate(ActivationSettings(Form(), Activation('silu'), inplace=True), ActivationTensors(inside))
+        inside.sum().backward()
+    (expected,) = torch.autograd.grad(nn.functional.silu(x).sum(), x)
+    torch.testing.assert_close(x.grad, expected)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from helpers import ROOT
 from oracles import random_images
+from test_own_code import PreActivation
 from verify_models import MODELS, apply_and_get_log, assert_fallback, assert_plain_training, build_in_training
 
 from sbp_mmdet import LeanHook, apply_lean
-from sbp_mmdet.adapters import LeanModule
+from sbp_mmdet.adapters import LeanModule, channel_attention
 from sbp_mmdet.ops import (
     attention,
     channel_mlp,
@@ -21,6 +22,7 @@ from sbp_mmdet.ops import (
     layer_norm,
     window_attention,
 )
+from sbp_mmdet.ops.activation import ActivationSettings
 from sbp_mmdet.ops.common.autograd_function import Operation
 from sbp_mmdet.plan.command import main
 
@@ -214,3 +216,24 @@ def test_the_command(broken, monkeypatch, capsys):
         main(options)
     out = capsys.readouterr().out
     assert 'against their own code' in out and ('off' in out.split('verified')[0]) == broken
+
+
+def test_what_a_module_writes_to_its_input(monkeypatch):
+    """An activation that should work in place, and does not, has the right output and gradients."""
+    monkeypatch.setattr(
+        channel_attention, 'ActivationSettings', lambda form, act, inplace: ActivationSettings(form, act)
+    )
+    model = PreActivation(torch.nn.SiLU).train()
+    apply_lean(model, verify='raise')
+    with pytest.raises(RuntimeError, match='input 0 after the call'):
+        model(random_images(2, 12, 12, dtype=torch.float32))
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_gradients_that_are_rounding_errors_in_double_precision(seed):
+    """The gradient of a bias in front of a batch norm is zero in exact arithmetic."""
+    torch.manual_seed(seed)
+    body = [torch.nn.LeakyReLU(0.2), torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8)]
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Sequential(*body)).double().train()
+    apply_lean(model, verify='raise')
+    model(random_images(2, 12, 12))

@@ -114,11 +114,12 @@ class ConvNorm:
             self._settings, self._made_of = made, made_of
         weight, bias = affine(conv)
         weight = _standardised(conv) if self._standardises else weight
-        for tensor in tensors:  # the kernels that operations call do not check it, and would read other memory
-            if tensor is not None and tensor.shape[0] != weight.shape[0]:
+        channels = weight.shape[0]
+        for tensor in tensors:  # torch's kernels do not check the sizes, and would write to other memory
+            if tensor is not None and tensor.shape[0] != channels:
                 raise ValueError(
-                    f'a {type(norm).__name__} of {tensor.shape[0]} channels stands behind a convolution of '
-                    f'{weight.shape[0]}; make them equal'
+                    f'a {type(norm).__name__} of {tensor.shape[0]} channels follows a convolution of {channels}; make '
+                    'them equal'
                 )
         return self._settings, ConvNormTensors(x, weight, bias, *tensors, residual)
 
@@ -231,8 +232,8 @@ def count_batches(norms: Sequence[nn.Module]) -> bool:
         norms (Sequence[nn.Module]): Norms of any kind.
 
     Returns:
-        bool: Whether it was done. It was not if a norm is used twice and averages over all batches, because then it has
-        to be counted layer by layer.
+        bool: Whether the batches were counted. They are not if a norm that averages over all batches is used twice,
+        because its average depends on the count at each use.
     """
     counters, averages = [], False
     for norm in norms:

@@ -98,12 +98,15 @@ def measure_detector(
         finally:
             del model, wrapper, data
             gc.collect()
-            clear_caches()  # of tensors without values
+            clear_caches()
     return dict(row, **reserved_bytes(held, counter.events, find_usual_share(usual, height, width), expandable))
 
 
 def clear_caches() -> None:
-    """Clear the caches of all operations. A count needs to see them being made, and leaves some without values."""
+    """Clear the caches of all operations.
+
+    A count has to include the tensors in them, and leaves tensors there whose values were not computed.
+    """
     rooms = tuple(f'{__package__.rpartition(".")[0]}.{room}.' for room in ('ops', 'stochastic_backprop'))
     for module in [module for name, module in sys.modules.items() if name.startswith(rooms)]:
         for function in [value for value in vars(module).values() if hasattr(value, 'cache_clear')]:

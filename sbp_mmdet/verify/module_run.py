@@ -164,13 +164,9 @@ class _Pass:
             saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        versions = [passed._version for _, passed in self._inputs.values()]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
             outs = floating(self._module(*inputs[0], **inputs[1]))
-        written = [
-            None if x._version == before else x.detach()
-            for (_, x), before in zip(self._inputs.values(), versions, strict=True)
-        ]
+        written = [x.detach() if x._version else None for _, x in self._inputs.values()]  # each is a new copy
         own = [*self._parameters.values(), *self._buffers.values()]
         stored = _stored(saved, [passed for _, passed in self._inputs.values()], outs, own)
         wanted = {f'input {i}': x for i, (x, _) in enumerate(self._inputs.values())}

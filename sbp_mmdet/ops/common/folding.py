@@ -276,8 +276,7 @@ def _check_width(weight, parameter):
     """Raise an error where a norm of one channel would be broadcast."""
     if parameter is not None and parameter.shape[0] != weight.shape[1]:
         raise ValueError(
-            f'a layer norm of {parameter.shape[0]} channels stands in front of a layer of {weight.shape[1]}; make them '
-            'equal'
+            f'a layer norm of {parameter.shape[0]} channels precedes a layer of {weight.shape[1]}; make them equal'
         )
 
 

@@ -66,7 +66,7 @@ def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) 
     if scale is not None:
         dtype = torch.promote_types(dtype, scale.dtype)
     factor, full = drop(x.new_ones(len(x), *[1] * (x.dim() - 1), dtype=dtype)).flatten(), accumulator(x)
-    # In half precision the module's own factor is rounded.
+    # In half precision, the module rounds 1 / (1 - rate).
     return factor if factor.dtype is full else (factor != 0).to(full) / (1 - rate)
 
 
