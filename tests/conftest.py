@@ -1,12 +1,15 @@
 """Fixtures of all tests: seeds, the device of operations, and the iteration that a runner would report."""
 
 import contextlib
+import copy
 import functools
+import inspect
 
 import hypothesis
 import mmengine.config.utils
 import pytest
 import torch
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
 from mmengine.logging import MessageHub, MMLogger
@@ -48,6 +51,15 @@ def log_level():
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def default_dropout():
+    """Restore the default of mmcv's ``dropout_layer``, because ``MultiheadAttention(dropout=0.1)`` writes to it."""
+    default = inspect.signature(MultiheadAttention).parameters['dropout_layer'].default
+    before = copy.deepcopy(default)
+    yield
+    default.update(before)
 
 
 @pytest.fixture(autouse=True)
