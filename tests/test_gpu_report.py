@@ -6,9 +6,10 @@ import subprocess
 import sys
 import tarfile
 import time
+import types
 
 import pytest
-from helpers import ROOT, TOOLS, make_environment, run
+from helpers import ROOT, TOOLS, ForkedProcess, make_environment, run
 
 import case  # isort: skip  (helpers puts tools/ and research/ on the path)
 import gpu_estimates
@@ -263,11 +264,26 @@ def test_a_worker_leaves_what_does_not_fit(monkeypatch):
     gpu_worker.measure_part(make_part(trials=trials), ['a/none'], time.monotonic() + 1, 'cpu', pytest.fail)
 
 
+@pytest.fixture
+def rehearse(monkeypatch, tmp_path):
+    """Return a function that runs the rehearsal of a report whose processes are forks, and returns its page."""
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    forking = types.SimpleNamespace(**vars(subprocess) | dict(Popen=ForkedProcess))
+    monkeypatch.setattr(gpu_report, 'subprocess', forking)
+
+    def typed(*words):
+        monkeypatch.setattr(sys, 'argv', ['tool', '--rehearse', '--minutes', '20', '--out', str(tmp_path), *words])
+        gpu_report.main()
+        return (tmp_path / 'report.md').read_text()
+
+    return typed
+
+
 @pytest.mark.slow
-def test_rehearsal(tmp_path):
+def test_rehearsal(rehearse, tmp_path):
     """The whole quick report runs with tiny sizes."""
-    words = ('--quick', '--rehearse', '--minutes', '20', '--out', tmp_path)
-    run('bash', TOOLS / 'gpu_report.sh', *words, cwd=ROOT, seconds=1200, **PYTHON)
+    page = rehearse('--quick')
     parts = [p for p in gpu_parts.parts_of_report(True) if p.quick]
     states = {line['part']: line['state'] for line in lines_of(tmp_path / 'states.jsonl')}
     assert states == dict.fromkeys([p.name for p in parts], 'done')
@@ -275,21 +291,22 @@ def test_rehearsal(tmp_path):
         rows, begun = read_rows(p, tmp_path)
         assert [*rows] == [*p.rows] and not begun
         assert not [row for row in rows.values() if 'reason' in row]
-    page = (tmp_path / 'report.md').read_text()
     assert all(f'**{trial.name}**' in page for p in parts for trial in p.trials)
     assert page.count('tests collected') == 2 and '- time, by a CPU: ' in page and 'cannot be read' not in page
 
 
 @pytest.mark.slow
-def test_rehearsal_of_a_training(monkeypatch, tmp_path):
-    """The script that starts the report is run above."""
-    monkeypatch.setattr(
-        sys, 'argv', ['tool', '--rehearse', '--out', str(tmp_path / 'out'), '--parts', 'training_exact']
-    )
-    monkeypatch.setenv('PYTHONPATH', str(ROOT))
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
-    gpu_report.main()
-    assert '    ap: ' in (tmp_path / 'out/report.md').read_text()
+def test_rehearsal_of_a_training(rehearse):
+    assert '    ap: ' in rehearse('--parts', 'training_exact')
+
+
+@pytest.mark.slow
+def test_script(tmp_path):
+    """The script starts the report, and the report its processes."""
+    words = ('--rehearse', '--parts', 'sync_bn', '--out', tmp_path)
+    run('bash', TOOLS / 'gpu_report.sh', *words, cwd=ROOT, **PYTHON)
+    assert [line['state'] for line in lines_of(tmp_path / 'states.jsonl')] == ['done']
+    assert '**Batch norm, and SyncBN of one process**' in (tmp_path / 'report.md').read_text()
 
 
 def test_wheels(tmp_path):
