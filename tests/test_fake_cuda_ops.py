@@ -92,9 +92,12 @@ def list_combinations(name):
 ON_MAPS = [name for name, case in CASES.items() if case.inputs()[0]['x'].dim() == 4]  # tokens have one layout
 
 
-@pytest.mark.parametrize('precision', PRECISIONS)
 @pytest.mark.parametrize(
-    ('name', 'layout'), [(name, layout) for name in CASES for layout in LAYOUTS if layout == 'nchw' or name in ON_MAPS]
+    ('name', 'layout', 'precision'),
+    [
+        *((name, 'nchw', precision) for name in CASES for precision in PRECISIONS),
+        *((name, 'nhwc', 'fp16') for name in ON_MAPS),
+    ],
 )
 def test_operation(name, layout, precision, mode):
     case, dtype = CASES[name], PRECISIONS[precision]
@@ -161,4 +164,4 @@ def test_how_many_combinations_ran():
     if len(RAN) < len(CASES) + 1:
         pytest.skip('counted when all tests of this file ran')
     print(RAN)
-    assert sum(RAN.values()) >= 700 and min(RAN.values()) >= 12, RAN
+    assert sum(RAN.values()) >= 600 and min(RAN.values()) >= 12, RAN

@@ -53,9 +53,9 @@ def small(name):
     ('name', 'variant'),
     [
         *(('faster', v) for v in ('none', 'exact', 'with_cp' + PIECES)),
-        *(('retina', v) for v in ('none', 'exact+cp-neck')),
+        ('retina', 'exact+cp-neck'),
         *(('rtmdet', v) for v in ('none', 'exact' + PIECES, 'int8')),
-        *(('convnext', v) for v in ('none', 'exact', 'with_cp', 'int8' + PIECES)),
+        *(('convnext', v) for v in ('none', 'exact', 'int8' + PIECES)),
         ('detr', 'none+cp-transformer'),
         ('dino', 'none'),
         ('dino', 'exact'),
