@@ -29,7 +29,7 @@ hypothesis.settings.load_profile('core')
 mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
 
 # The longest files start first, so that none of them runs alone at the end.
-LONGEST = 'gpu_report rehearsal slurm plan_whole autocast training fake_cuda_ops plan_sizes plan_detector second_device'.split()
+LONGEST = 'gpu_report rehearsal slurm plan_whole autocast training fake_cuda_ops plan_sizes second_device'.split()
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,8 @@ def build_with_inputs(name, seed=0):
     """Return a plain module in fp32 with random parameters, and its inputs."""
     torch.manual_seed(seed)
     if name in BACKBONES:
-        images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+        size = 64 if name == 'HRNet' else 48
+        images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(seed))
         norm_eval = dict(norm_eval=True) if name == 'Res2Net' else {}  # in training mode fp16 overflows, plain as well
         return conv.build_module(conv.BACKBONES[name][0] | norm_eval).float(), dict(x=images)
     if name == 'Mask2Former':

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.utils.checkpoint as cp
-from helpers import RESEARCH, ROOT, make_project, run
+from helpers import RESEARCH, ROOT, make_project, run_forked
 from mmengine.config import Config
 from torch import nn
 
@@ -214,7 +214,8 @@ def test_bad_input(words, message, capsys, monkeypatch, tmp_path):
 def test_command_line(tmp_path):
     config, out = make_project(tmp_path, train=1, val=1), tmp_path / 'new/out.json'
     words = ('--presets', 'none', 'exact', '--size', '64x64', '--rounds', '1', '--json', out)
-    done = run('python', RESEARCH / 'benchmark.py', config, *words, cwd=tmp_path, PYTHONPATH=ROOT)
+    done = run_forked(RESEARCH / 'benchmark.py', config, *words, cwd=tmp_path, PYTHONPATH=ROOT)
+    assert not done.returncode, done.stdout
     results = json.loads(out.read_text())
     assert [row['preset'] for row in results['rows']] == ['none', 'exact'] and 'exact' in done.stdout
     assert results['case']['module'] == 'backbone' and results['machine']['command'].startswith('python research/')

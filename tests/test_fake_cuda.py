@@ -24,8 +24,8 @@ def on_gpu(mode, family, sbp_cfg, **options):
     return model
 
 
-# All presets in fp16, whose range needs most care, and one other precision each for the package's own classes: the stock
-# ones have the same operations. Checkpointing is torch's own, and slow here, so one family has it.
+# All presets in fp16, whose range needs most care, and one other precision each for the package's own classes, which
+# have the operations of the stock ones. Checkpointing is torch's own, and slow here, so one family has it.
 CASES = [
     *((family, preset, 'fp16') for family in OWN for preset in PRESETS if preset != 'with_cp'),
     *((family, preset, 'fp16') for family in FAMILIES if family not in OWN for preset in ('exact_min', 'sbp')),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT, run
+from helpers import CONFIGS
 from mmengine.logging import MMLogger
 
 from sbp_mmdet.plan import command, counts, planner
@@ -350,14 +350,6 @@ model = dict(
 def tiny(tmp_path):
     (tmp_path / 'tiny.py').write_text(TINY.format(base=OURS))
     return str(tmp_path / 'tiny.py')
-
-
-def test_nothing_follows_the_json(tiny, tmp_path):
-    """Modules of a config may print when the process ends."""
-    code = 'import atexit; atexit.register(print, "bye"); from sbp_mmdet.plan.command import main; main()'
-    case = ['plan', tiny, '--batch', '1', '--size', '128x160', '--boxes', '5', '--budget', '8GiB', '--json']
-    done = run('python', '-c', code, *case, cwd=tmp_path, PYTHONPATH=ROOT)
-    assert json.loads(done.stdout)['rows'] and done.stderr.rstrip().endswith('bye')
 
 
 def test_from_a_config_to_an_answer(tiny, capsys, monkeypatch):

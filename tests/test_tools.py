@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mmengine
 import pytest
-from helpers import TOOLS, make_project, run
+from helpers import TOOLS, make_project, run, run_forked
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
@@ -62,10 +62,10 @@ def test_config_of_a_package_that_is_missing(tmp_path):
 def test_script_says_what_is_wrong_and_stops(project):
     """The command line prints only one line."""
     option = 'train_dataloader.dataset.ann_file=no.json'
-    done = run('python', TOOLS / 'train.py', 'tiny.py', '--cfg-options', option, cwd=project.parent, check=False)
+    done = run_forked(TOOLS / 'train.py', 'tiny.py', '--cfg-options', option, cwd=project.parent)
     assert done.returncode == 1
-    assert 'error: train_dataloader.dataset.ann_file: data/shapes/no.json does not exist' in done.stderr
-    assert 'Traceback' not in done.stderr and not (project.parent / 'work_dirs').exists()
+    assert 'error: train_dataloader.dataset.ann_file: data/shapes/no.json does not exist' in done.stdout
+    assert 'Traceback' not in done.stdout and not (project.parent / 'work_dirs').exists()
 
 
 def test_arguments_that_the_config_or_the_machine_cannot_follow(config):
