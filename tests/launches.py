@@ -54,6 +54,23 @@ _SEVERAL = dict(
 )
 
 
+def _one(out, args):
+    return 1
+
+
+def _count_of_lists(name, args):
+    """Return 1 for an operation of lists that CUDA has one kernel for, else the number of tensors.
+
+    CUDA has none for pairs that differ in shape or, unless one is copied to the other, in precision.
+    """
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    for pair in zip(*lists, strict=True):
+        dtypes = {x.dtype for x in pair} if name != '_foreach_copy_' else ()
+        if len({x.shape for x in pair}) > 1 or len(dtypes) > 1:
+            return len(lists[0])
+    return 1
+
+
 def _channels(x, number):
     """Return random values for each channel of a map."""
     return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(number))
@@ -136,7 +153,7 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {})) if knows_shape else _WITHOUT_SHAPES[name](*args)
         on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_flatten((args, out))[0])
         if on_gpu and space != 'prim' and not func.is_view and name not in _FREE:
-            number = _SEVERAL[name](out, args) if name in _SEVERAL else 1
+            number = _count_of_lists(name, args) if name.startswith('_foreach') else _SEVERAL.get(name, _one)(out, args)
             self.number[name] = self.number.get(name, 0) + number
             self.bytes += _count_moved_bytes(name, args, kwargs, out)
         if name in _PRODUCTS:

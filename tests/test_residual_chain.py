@@ -1,5 +1,6 @@
 """Chains of residual blocks have the outputs and gradients of the blocks' own code in fp64."""
 
+import collections
 import copy
 import itertools
 
@@ -12,6 +13,7 @@ from mmdet.models.backbones import resnet, resnext
 from mmdet.models.layers import ResLayer
 from oracles import DEVICE, assert_equal_statistics
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common import sign_bits
@@ -372,3 +374,27 @@ def test_a_block_outside_of_a_stage_is_a_chain_by_itself(norm_eval, preset):
     assert_plain(lean, plain)
     assert len(shapes) == 1  # the block is called, so a hook on it runs
     assert count_model_bytes(lean, random_map()) < 0.5 * count_model_bytes(plain, random_map())
+
+
+class _Folds(TorchDispatchMode):
+    """Mode that counts how often each weight is multiplied by the factor of its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mul.Tensor and args[0].dim() == 4 and args[1].shape[1:] == (1, 1, 1):
+            self.number[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_pass_folds_each_weight_once():
+    """What a recomputed layer has folded, the gradient of its input uses."""
+    model = build_stage(blocks=4)
+    apply_lean(model)
+    weights = [module.weight.data_ptr() for module in model.modules() if isinstance(module, nn.Conv2d)]
+    out = model(random_map().requires_grad_())
+    with _Folds() as folds:
+        out.sum().backward()
+    assert [folds.number[weight] for weight in weights] == [1] * len(weights)

@@ -241,28 +241,24 @@ def convolve(s, t, x, norms=None, number=0):
     Returns:
         Tensor: Shape (N, C', H', W').
     """
-    geometry = s.stride, s.padding, s.dilation, s.groups
-    if s.norm == 'fixed' and _folds(s, t, x):
-        weight = multiplied(t.weight, norms.columns[number], s.dtype)
-        return torch.conv2d(x, weight, norms.shifts[number], *geometry)
-    z = torch.conv2d(x, cast(t.weight, s.dtype), None if t.bias is None else cast(t.bias, s.dtype), *geometry)
+    geometry, given = (s.stride, s.padding, s.dilation, s.groups), t.weight
+    # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
+    # pass of its own anyway.
+    if s.norm == 'fixed' and x.dtype in FULL and _is_smaller(given, x, s.stride):
+        return torch.conv2d(x, norms.fold(number, given, s.dtype), norms.shifts[number], *geometry)
+    weight = given if given.dtype is s.dtype else given.to(s.dtype)
+    z = torch.conv2d(x, weight, None if t.bias is None else cast(t.bias, s.dtype), *geometry)
     if s.norm != 'fixed':
         return z
     norm = t.norm_weight, t.norm_bias, t.running_mean, t.running_var
     return torch.batch_norm(z, *norm, False, 0.1, s.eps, z.is_cuda and torch.backends.cudnn.enabled)
 
 
-def _folds(s, t, x):
-    """Return whether a fixed norm is folded: in full precision, where it costs less to scale the weight than the map.
-
-    In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a pass
-    of its own anyway.
-    """
-    if x.dtype not in FULL:
-        return False
+def _is_smaller(weight, x, stride):
+    """Return whether a weight is no larger than the convolution's output, so that it costs less to scale."""
     n, _, height, width = x.shape
-    weight = t.weight.shape
-    return weight.numel() <= n * height * width // (s.stride[0] * s.stride[1]) * weight[0]
+    shape = weight.shape
+    return shape.numel() <= n * height * width // (stride[0] * stride[1]) * shape[0]
 
 
 def _activate(s, t, z, u, statistics):
@@ -321,7 +317,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         x = _bordered(s, saved.input.load(s.dtype))
     norms = parts = None
     if s.norm == 'fixed':
-        norms = FixedNorms([(s, saved.tensors)], saved.factors)
+        norms = FixedNorms([(s, saved.tensors)], saved.factors, backward=True)
         parts = norms.parts_in_half()[0] if s.dtype == torch.float16 else None
     dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
@@ -357,14 +353,19 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.
         With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
     """
-    fixed, grad = norms is not None, cast(grad, s.dtype)
+    fixed, grad = norms is not None, grad if grad.dtype is s.dtype else grad.to(s.dtype)
     needs_weight = needs.weight or (fixed and needs.norm_weight)
     # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
     factor, column = parts or (None, norms.columns[number] if fixed else None)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
-    weight = multiplied(t.weight, column, s.dtype) if fixed else cast(t.weight, s.dtype)
+    if not fixed:
+        weight = cast(t.weight, s.dtype)
+    elif factor is None:
+        weight = norms.fold_for_gradient(number, t.weight, s.dtype)
+    else:
+        weight = multiplied(t.weight, column, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, (0, 0), s.groups
     which, sizes = (needs.x, needs_weight, sums), weight.shape[:1] if sums else None
@@ -372,16 +373,8 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     if fixed:
-        products = bias = None
-        if needs.norm_weight:  # a product of two precisions is in the higher one, without a copy
-            products = (dweight * t.weight).sum((1, 2, 3), dtype=dbias.dtype)
-        if needs.bias:
-            bias = dbias * norms.columns[number].view(-1)
-        if not needs.weight:
-            dweight = column = None
-        elif dweight.dtype is not column.dtype:
-            dweight, column = dweight * column, None
-        return dx, FixedGradients(needs, number, dweight, column, bias, products, dbias, factor)
+        bias = dbias * norms.columns[number].view(-1) if needs.bias else None
+        return dx, FixedGradients(needs, number, t.weight, dweight, column, bias, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
         gradients['weight'] = dweight

@@ -66,14 +66,14 @@ class KeptBlock(NamedTuple):
 
     Attributes:
         last (KeptMap | None): Input r of its last layer. If ``None``, it is recomputed too.
-        signs (tuple[int, ...]): Numbers of the ReLUs whose outputs are recomputed from the block's input, among the
+        signs (list[int]): Numbers of the ReLUs whose outputs are recomputed from the block's input, among the
             signs of the pass.
         output (int | None): That of the block's output. ``None`` for the last block, whose output is saved.
         layers (tuple[KeptLayer | None, ...]): Statistics of each layer, those of the shortcut last.
     """
 
     last: KeptMap | None
-    signs: tuple[int, ...]
+    signs: list[int]
     output: int | None
     layers: tuple[KeptLayer | None, ...]
 
@@ -145,7 +145,7 @@ def members_of(
 
 def run_block(
     members: Members, x: Tensor, saves_last: bool = True
-) -> tuple[Tensor, KeptMap | None, tuple[int, ...], tuple[KeptLayer | None, ...]]:
+) -> tuple[Tensor, KeptMap | None, list[int], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
     The shortcut is added in the precision of the norm, as by the block's own code: in full on a GPU under autocast, if
@@ -178,7 +178,7 @@ def run_block(
         _, shortcut, layer = run_layer(members.shortcut, _pooled(members.pool, x))
         layers.append(layer)
         out = out.add_(shortcut)
-    return torch.relu_(out), last, tuple(signs), tuple(layers)
+    return torch.relu_(out), last, signs, tuple(layers)
 
 
 def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:

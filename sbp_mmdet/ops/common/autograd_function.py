@@ -352,7 +352,7 @@ def take_tensors_out(value: tuple, found: list[Tensor]) -> tuple[type, list, lis
     """Append the tensors in a nested tuple to a list.
 
     Args:
-        value (tuple): Tensors, other values, and tuples and NamedTuples of them.
+        value (tuple): Tensors, other values, and tuples and NamedTuples of them. What is in a list is not looked at.
         found (list[Tensor]): List that the tensors are appended to.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import FULL, accumulator, cast
+from .precision import FULL, accumulator, cast, multiplied
 
 __all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed']
 
@@ -22,6 +22,8 @@ __all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients
 # then, and gradients of 1e-5 still have digits.
 _LEAST_FACTOR = 2.0**-7
 _LARGEST_FACTOR = 2.0**10  # its product with gradients of 60 is still in the range of fp16
+# Most elements of weights that are multiplied in one call, so that the products take 16 MB.
+_GROUP = 2**22
 # Gradients of the parameters of a convolution with norm, where none is needed.
 NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
@@ -47,20 +49,21 @@ class FixedGradients(NamedTuple):
     Attributes:
         needs (NamedTuple): Which gradients are needed, by name.
         number (int): Number of the layer in its :class:`FixedNorms`.
-        weight (Tensor | None): Gradient of the convolution's weight, divided by ``column``.
-        column (Tensor | None): What it is to be multiplied by, shape (D, 1, 1, 1). If ``None``, 1.
+        weight (Tensor): Weight W of the convolution, shape (D, ...).
+        outer (Tensor | None): The product dW' * ``factor``, of the same shape. ``None`` if neither the weight nor the
+            norm's weight needs a gradient.
+        column (Tensor): What ``outer`` is to be multiplied by for dW, shape (D, 1, 1, 1).
         bias (Tensor | None): Gradient of the convolution's bias, if it is needed.
-        products (Tensor | None): Sums of W * dW' * ``factor``, shape (D,), in full precision.
         sums (Tensor | None): Sums of dy, shape (D,), in full precision.
-        factor (Tensor | None): Factor of dy in dW', shape (D,). If ``None``, 1.
+        factor (Tensor | None): Factor of dy in ``outer``, shape (D,). If ``None``, 1.
     """
 
     needs: NamedTuple
     number: int
-    weight: Tensor | None
-    column: Tensor | None
+    weight: Tensor
+    outer: Tensor | None
+    column: Tensor
     bias: Tensor | None
-    products: Tensor | None
     sums: Tensor | None
     factor: Tensor | None
 
@@ -71,12 +74,15 @@ class FixedNorms:
     Args:
         layers (Sequence[tuple]): Settings and tensors of each layer, with a fixed norm or another.
         factors (Factors | None): Numbers of all fixed norms, if they are known from the forward pass. Default: None.
+        backward (bool): Whether it is a backward pass. There a weight that is folded for a recomputation is kept until
+            the gradient of the layer's input needs it again. Default: False.
 
     Attributes:
         numbers (list[int]): Numbers of the layers with a fixed norm.
     """
 
-    def __init__(self, layers: Sequence[tuple], factors: Factors | None = None):
+    def __init__(self, layers: Sequence[tuple], factors: Factors | None = None, backward: bool = False):
+        self._folded = {} if backward else None
         self.numbers = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
         self._layers = [layers[i] for i in self.numbers]
         self._sizes = [t.weight.shape[0] for _, t in self._layers]
@@ -97,6 +103,26 @@ class FixedNorms:
     def shifts(self) -> dict[int, Tensor]:
         """Bias of the convolution that each layer's norm is folded into, by the layer's number."""
         return self._by_number(self.factors.shift)
+
+    def fold(self, number: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight of a layer times the factor of its norm.
+
+        Args:
+            number (int): Number of the layer.
+            weight (Tensor): Its weight.
+            dtype (torch.dtype): Precision of the result.
+        """
+        kept = self._folded
+        if kept is None:
+            return multiplied(weight, self.columns[number], dtype)
+        if number not in kept:
+            kept[number] = multiplied(weight, self.columns[number], dtype)
+        return kept[number]
+
+    def fold_for_gradient(self, number: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Do the same as :meth:`fold` for the last time in a backward pass; the arguments are the same."""
+        kept = self._folded.pop(number, None)
+        return multiplied(weight, self.columns[number], dtype) if kept is None else kept
 
     def statistics(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
         """Return centres (see :func:`_centre`) and reciprocal deviations of some layers, one layer behind the other.
@@ -172,29 +198,56 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
     """Compute the gradients of the parameters of convolutions with fixed norms.
 
     Args:
-        layers (Sequence[FixedGradients]): Sums of each layer. Gradients of weights are multiplied in place.
+        layers (Sequence[FixedGradients]): Sums of each layer. The products dW' may be multiplied in place.
         norms (FixedNorms): Their norms.
 
     Returns:
         list[dict[str, Tensor | None]]: For each layer the gradients by name, ``None`` where they are not needed.
     """
-    if unscaled := [(layer.weight, layer.column) for layer in layers if layer.column is not None]:
-        torch._foreach_mul_(*map(list, zip(*unscaled, strict=True)))
     normed = [layer for layer in layers if layer.needs.norm_weight]
     if normed:
         # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
-        products = _joined([layer.products for layer in normed])
+        products = _joined(_row_products([(layer.outer, layer.weight) for layer in normed]))
         if normed[0].factor is not None:
             products = products / _joined([layer.factor for layer in normed])
         centres, rstd = norms.statistics([layer.number for layer in normed])
         products = torch.addcmul(products, _joined([layer.sums for layer in normed]), centres, value=-1).mul_(rstd)
         products = iter(_apart(products, [layer.sums.shape[0] for layer in normed]))
+    weights = iter(_scaled([(layer.outer, layer.column) for layer in layers if layer.needs.weight]))
     return [
         dict(
-            weight=layer.weight,
+            weight=next(weights) if layer.needs.weight else None,
             bias=layer.bias,
             norm_weight=next(products) if layer.needs.norm_weight else None,
             norm_bias=layer.sums if layer.needs.norm_bias else None,
         )
         for layer in layers
     ]
+
+
+def _row_products(pairs):
+    """Return the sums of a * b over all dimensions but the first, in full precision, for each pair (a, b)."""
+    dtype = accumulator(pairs[0][0])
+    if pairs[0][0].dtype is not pairs[0][1].dtype:  # which a GPU multiplies one by one in any case
+        return [(a * b).sum((1, 2, 3), dtype=dtype) for a, b in pairs]
+    groups, size = [[]], 0
+    for pair in pairs:
+        size += pair[0].numel()
+        if size > _GROUP and groups[-1]:
+            groups.append([])
+            size = pair[0].numel()
+        groups[-1].append(pair)
+    products = []
+    for group in groups:
+        together = torch._foreach_mul(*map(list, zip(*group, strict=True)))
+        products += [x.sum((1, 2, 3), dtype=dtype) for x in together]
+    return products
+
+
+def _scaled(pairs):
+    """Return a * b for each pair (a, b) in the precision of b, in place if a has this precision."""
+    if pairs and pairs[0][0].dtype is pairs[0][1].dtype:
+        outer, columns = map(list, zip(*pairs, strict=True))
+        torch._foreach_mul_(outer, columns)
+        return outer
+    return [a * b for a, b in pairs]

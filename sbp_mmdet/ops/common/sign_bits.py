@@ -112,14 +112,14 @@ class PackedSigns(NamedTuple):
 
     Attributes:
         packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map behind the other.
-        groups (tuple[tuple[int, ...], ...]): Numbers of the maps of each group, in order.
-        maps (tuple[tuple[int, int, bool], ...]): For each map its group, its number of elements, and whether channels
-            are its fastest dimension in memory.
+        groups (list[tuple[int, ...]]): Numbers of the maps of each group, in order.
+        maps (list[tuple[int, int, bool]]): For each map its group, its number of elements, and whether channels are its
+            fastest dimension in memory.
     """
 
     packed: tuple[Tensor, ...]
-    groups: tuple[tuple[int, ...], ...]
-    maps: tuple[tuple[int, int, bool], ...]
+    groups: list[tuple[int, ...]]
+    maps: list[tuple[int, int, bool]]
 
 
 class SignPacker:
@@ -152,7 +152,7 @@ class SignPacker:
         """Return the signs of all maps that were added."""
         for waiting in self._waiting.values():
             self._close(waiting)
-        return PackedSigns(tuple(self._packed), tuple(self._groups), tuple(self._maps))
+        return PackedSigns(tuple(self._packed), self._groups, self._maps)
 
     def _close(self, group):
         numbers, bits = zip(*group, strict=True)
