@@ -1,7 +1,6 @@
 """Fixtures of all tests: seeds, the device of operations, and the iteration that a runner would report."""
 
 import contextlib
-import copy
 import functools
 import gc
 import inspect
@@ -27,6 +26,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('core')
 # For each base config in MMDetection, mmengine reads all of its metafiles again.
 mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
+
+_default_dropout = inspect.signature(MultiheadAttention).parameters['dropout_layer'].default
+_DROPOUT = dict(_default_dropout)
 
 # The longest files start first, so that none of them runs alone at the end.
 LONGEST = 'gpu_report rehearsal slurm plan_whole autocast training fake_cuda_ops plan_sizes second_device'.split()
@@ -63,10 +65,9 @@ def log_level():
 @pytest.fixture(autouse=True)
 def default_dropout():
     """Restore the default of mmcv's ``dropout_layer``, because ``MultiheadAttention(dropout=0.1)`` writes to it."""
-    default = inspect.signature(MultiheadAttention).parameters['dropout_layer'].default
-    before = copy.deepcopy(default)
+    _default_dropout.update(_DROPOUT)
     yield
-    default.update(before)
+    _default_dropout.update(_DROPOUT)
 
 
 @pytest.fixture(autouse=True)

@@ -126,8 +126,8 @@ class ForkedProcess:
         cwd (Path): Working directory, which modules are imported from as well.
         env (dict): Environment variables.
         stdout (IO): File for stdout and stderr.
-        stderr: Not used. Default: None.
-        start_new_session (bool): Whether the process leads a session of its own. Default: False.
+        stderr: Not used, because it goes where stdout goes. Default: None.
+        start_new_session (bool): Whether the process leads a process group of its own. Default: False.
     """
 
     def __init__(self, words, cwd, env, stdout, stderr=None, start_new_session=False):
@@ -136,6 +136,8 @@ class ForkedProcess:
         self._process = mp.get_context('fork').Process(target=_run_program, args=given)
         self._process.start()
         self.pid = self._process.pid
+        if start_new_session:  # here as well, because the process may be ended before it has come so far
+            os.setpgid(self.pid, self.pid)
 
     def poll(self):
         return self._process.exitcode
@@ -173,7 +175,7 @@ def run_forked(script: Path, *words, cwd: Path, seconds: float = 300, **variable
 
 def _run_program(words, cwd, variables, output, leads):
     if leads:
-        os.setsid()
+        os.setpgid(0, 0)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     sys.stdout = sys.stderr = open(1, 'w', buffering=1, closefd=False)

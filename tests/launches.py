@@ -55,20 +55,20 @@ _SEVERAL = dict(
 
 
 def _one(out, args):
+    """Return 1."""
     return 1
 
 
 def _count_of_lists(name, args):
     """Return 1 for an operation of lists that CUDA has one kernel for, else the number of tensors.
 
-    CUDA has none for pairs that differ in shape or, unless one is copied to the other, in precision.
+    CUDA has one if the tensors of each pair are alike in shape and strides, and all are in one precision; tensors that
+    are copied may change theirs.
     """
-    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    for pair in zip(*lists, strict=True):
-        dtypes = {x.dtype for x in pair} if name != '_foreach_copy_' else ()
-        if len({x.shape for x in pair}) > 1 or len(dtypes) > 1:
-            return len(lists[0])
-    return 1
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and isinstance(arg[0], Tensor)]
+    dtypes = {x.dtype for x in itertools.chain(*lists)} if name != '_foreach_copy_' else ()
+    alike = all(len({(x.shape, x.stride()) for x in pair}) == 1 for pair in zip(*lists, strict=True))
+    return 1 if alike and len(dtypes) < 2 else len(lists[0])
 
 
 def _channels(x, number):

@@ -309,6 +309,8 @@ def test_script(tmp_path):
     run('bash', TOOLS / 'gpu_report.sh', *words, cwd=tmp_path, SBP_PYTHON=python, CALLS=tmp_path / 'calls')
     checks, _, report = (tmp_path / 'calls').read_text().partition('tools/gpu_report.py ')
     assert 'import torch, mmcv.ops, mmdet.apis, sbp_mmdet' in checks
+    for code in checks.split('-c ')[1:]:
+        compile(code, 'gpu_report.sh', 'exec')
     assert report == f'--out {tmp_path}/new/out --rehearse --parts sync_bn\n'
 
 

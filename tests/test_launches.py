@@ -62,15 +62,16 @@ def test_what_counts_as_a_launch(mode):
 
 
 def test_what_counts_as_a_launch_of_lists(mode):
-    """CUDA multiplies a list by one kernel if the pairs have one shape and one precision."""
+    """CUDA multiplies lists by one kernel if pairs have the same shape and strides, and all tensors one precision."""
     x, row = torch.empty(4, 8, device='cuda'), torch.empty(4, 1, device='cuda')
     with Launches() as found:
         torch._foreach_mul_([x, row], [x, row])
         torch._foreach_add_([x, x, x], [row, row, row])
         torch._foreach_mul([x, x], [x.half(), x.half()])
+        torch._foreach_add([x, x], [x.new_empty(8, 4).t()] * 2)
         torch._foreach_copy_([x, x], [x.half(), x.half()])
     del found.number['_to_copy']
-    assert found.number == dict(_foreach_mul_=1, _foreach_add_=3, _foreach_mul=2, _foreach_copy_=1)
+    assert found.number == dict(_foreach_mul_=1, _foreach_add_=3, _foreach_mul=2, _foreach_add=2, _foreach_copy_=1)
 
 
 def test_what_counts_as_bytes(mode):

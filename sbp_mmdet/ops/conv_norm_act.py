@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed
+from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed, row_products
 from .common.handed_maps import hand_on, made_here
 from .common.kept_maps import KeptMap, addend, keep, kept
 from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
@@ -244,7 +244,7 @@ def convolve(s, t, x, norms=None, number=0):
     geometry, given = (s.stride, s.padding, s.dilation, s.groups), t.weight
     # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
     # pass of its own anyway.
-    if s.norm == 'fixed' and x.dtype in FULL and _is_smaller(given, x, s.stride):
+    if s.norm == 'fixed' and x.dtype in FULL and _is_no_larger(given, x, s.stride):
         return torch.conv2d(x, norms.fold(number, given, s.dtype), norms.shifts[number], *geometry)
     weight = given if given.dtype is s.dtype else given.to(s.dtype)
     z = torch.conv2d(x, weight, None if t.bias is None else cast(t.bias, s.dtype), *geometry)
@@ -254,7 +254,7 @@ def convolve(s, t, x, norms=None, number=0):
     return torch.batch_norm(z, *norm, False, 0.1, s.eps, z.is_cuda and torch.backends.cudnn.enabled)
 
 
-def _is_smaller(weight, x, stride):
+def _is_no_larger(weight, x, stride):
     """Return whether a weight is no larger than the convolution's output, so that it costs less to scale."""
     n, _, height, width = x.shape
     shape = weight.shape
@@ -317,7 +317,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         x = _bordered(s, saved.input.load(s.dtype))
     norms = parts = None
     if s.norm == 'fixed':
-        norms = FixedNorms([(s, saved.tensors)], saved.factors, backward=True)
+        norms = FixedNorms([(s, saved.tensors)], saved.factors)
         parts = norms.parts_in_half()[0] if s.dtype == torch.float16 else None
     dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
@@ -351,7 +351,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
 
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.
-        With a fixed norm, the second item holds the sums from which :func:`.gradients_of_fixed` computes them.
+        With a fixed norm, the second item is what :func:`.gradients_of_fixed` computes them from.
     """
     fixed, grad = norms is not None, grad if grad.dtype is s.dtype else grad.to(s.dtype)
     needs_weight = needs.weight or (fixed and needs.norm_weight)
@@ -363,7 +363,7 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     if not fixed:
         weight = cast(t.weight, s.dtype)
     elif factor is None:
-        weight = norms.fold_for_gradient(number, t.weight, s.dtype)
+        weight = norms.fold(number, t.weight, s.dtype, last=True)
     else:
         weight = multiplied(t.weight, column, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
@@ -373,8 +373,10 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     if fixed:
-        bias = dbias * norms.columns[number].view(-1) if needs.bias else None
-        return dx, FixedGradients(needs, number, t.weight, dweight, column, bias, dbias, factor)
+        bias, products = dbias * norms.columns[number].view(-1) if needs.bias else None, None
+        if needs.norm_weight and not needs.weight:  # the product of all positions is not kept for its sums alone
+            dweight, (products,) = None, row_products([(dweight, t.weight)])
+        return dx, FixedGradients(needs, number, t.weight, dweight, products, column, bias, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
         gradients['weight'] = dweight

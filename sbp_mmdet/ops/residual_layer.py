@@ -77,7 +77,7 @@ def layers_of_pass(
         backward (bool): Whether it is a backward pass. Default: False.
         factors (Factors | None): Numbers of the fixed norms, if they are known. Default: None.
     """
-    norms, parts, dtype = FixedNorms(pairs, factors, backward), {}, pairs[0][0].dtype
+    norms, parts, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
     if backward and dtype is torch.float16 and norms.numbers:
         parts = norms.parts_in_half()
     if not backward and dtype is not pairs[0][1].weight.dtype:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from .precision import FULL, accumulator, cast, multiplied
 
-__all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed']
+__all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'row_products']
 
 # Least factor of gradients in fp16, see `FixedNorms.parts_in_half`: dW' may be 128 times as large as fp16's numbers
 # then, and gradients of 1e-5 still have digits.
 _LEAST_FACTOR = 2.0**-7
 _LARGEST_FACTOR = 2.0**10  # its product with gradients of 60 is still in the range of fp16
-# Most elements of weights that are multiplied in one call, so that the products take 16 MB.
-_GROUP = 2**22
+# Most elements of weights that are multiplied in one call, if they are not those of one layer: 4 MB in fp32.
+_GROUP = 2**20
 # Gradients of the parameters of a convolution with norm, where none is needed.
 NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
@@ -44,14 +44,16 @@ class Factors(NamedTuple):
 
 
 class FixedGradients(NamedTuple):
-    """Sums of a layer with a fixed norm, from which the gradients of its parameters follow.
+    """What the gradients of a layer's parameters follow from, if its norm is fixed.
 
     Attributes:
         needs (NamedTuple): Which gradients are needed, by name.
         number (int): Number of the layer in its :class:`FixedNorms`.
         weight (Tensor): Weight W of the convolution, shape (D, ...).
-        outer (Tensor | None): The product dW' * ``factor``, of the same shape. ``None`` if neither the weight nor the
-            norm's weight needs a gradient.
+        outer (Tensor | None): The product dW' * ``factor``, of the same shape. ``None`` if the weight needs no
+            gradient.
+        products (Tensor | None): Sums of W * ``outer`` for each channel, shape (D,), in full precision. If ``None``,
+            they are not computed yet, or not needed.
         column (Tensor): What ``outer`` is to be multiplied by for dW, shape (D, 1, 1, 1).
         bias (Tensor | None): Gradient of the convolution's bias, if it is needed.
         sums (Tensor | None): Sums of dy, shape (D,), in full precision.
@@ -62,6 +64,7 @@ class FixedGradients(NamedTuple):
     number: int
     weight: Tensor
     outer: Tensor | None
+    products: Tensor | None
     column: Tensor
     bias: Tensor | None
     sums: Tensor | None
@@ -74,15 +77,15 @@ class FixedNorms:
     Args:
         layers (Sequence[tuple]): Settings and tensors of each layer, with a fixed norm or another.
         factors (Factors | None): Numbers of all fixed norms, if they are known from the forward pass. Default: None.
-        backward (bool): Whether it is a backward pass. There a weight that is folded for a recomputation is kept until
-            the gradient of the layer's input needs it again. Default: False.
 
     Attributes:
         numbers (list[int]): Numbers of the layers with a fixed norm.
+        keeps_folded (bool): Whether :meth:`fold` keeps its results: in a backward pass, from the recomputation of a
+            block's layers until the gradients of their inputs are computed. Initially False.
     """
 
-    def __init__(self, layers: Sequence[tuple], factors: Factors | None = None, backward: bool = False):
-        self._folded = {} if backward else None
+    def __init__(self, layers: Sequence[tuple], factors: Factors | None = None):
+        self.keeps_folded, self._folded = False, {}
         self.numbers = [i for i, (s, _) in enumerate(layers) if s.norm == 'fixed']
         self._layers = [layers[i] for i in self.numbers]
         self._sizes = [t.weight.shape[0] for _, t in self._layers]
@@ -104,25 +107,21 @@ class FixedNorms:
         """Bias of the convolution that each layer's norm is folded into, by the layer's number."""
         return self._by_number(self.factors.shift)
 
-    def fold(self, number: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def fold(self, number: int, weight: Tensor, dtype: torch.dtype, last: bool = False) -> Tensor:
         """Return the weight of a layer times the factor of its norm.
 
         Args:
             number (int): Number of the layer.
             weight (Tensor): Its weight.
             dtype (torch.dtype): Precision of the result.
+            last (bool): Whether the result is not kept, and one that was kept is returned. Default: False.
         """
-        kept = self._folded
-        if kept is None:
-            return multiplied(weight, self.columns[number], dtype)
-        if number not in kept:
-            kept[number] = multiplied(weight, self.columns[number], dtype)
-        return kept[number]
-
-    def fold_for_gradient(self, number: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Do the same as :meth:`fold` for the last time in a backward pass; the arguments are the same."""
-        kept = self._folded.pop(number, None)
-        return multiplied(weight, self.columns[number], dtype) if kept is None else kept
+        folded = self._folded.pop(number, None) if last else None
+        if folded is None:
+            folded = multiplied(weight, self.columns[number], dtype)
+            if self.keeps_folded and not last:
+                self._folded[number] = folded
+        return folded
 
     def statistics(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
         """Return centres (see :func:`_centre`) and reciprocal deviations of some layers, one layer behind the other.
@@ -198,7 +197,8 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
     """Compute the gradients of the parameters of convolutions with fixed norms.
 
     Args:
-        layers (Sequence[FixedGradients]): Sums of each layer. The products dW' may be multiplied in place.
+        layers (Sequence[FixedGradients]): What they follow from, for each layer. The products dW' may be multiplied in
+            place.
         norms (FixedNorms): Their norms.
 
     Returns:
@@ -207,7 +207,9 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
     normed = [layer for layer in layers if layer.needs.norm_weight]
     if normed:
         # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
-        products = _joined(_row_products([(layer.outer, layer.weight) for layer in normed]))
+        given = [(layer.outer, layer.weight) for layer in normed if layer.products is None]
+        missing = iter(row_products(given))
+        products = _joined([next(missing) if layer.products is None else layer.products for layer in normed])
         if normed[0].factor is not None:
             products = products / _joined([layer.factor for layer in normed])
         centres, rstd = norms.statistics([layer.number for layer in normed])
@@ -225,8 +227,17 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
     ]
 
 
-def _row_products(pairs):
-    """Return the sums of a * b over all dimensions but the first, in full precision, for each pair (a, b)."""
+def row_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Sum a * b over all dimensions but the first, in full precision, for each pair (a, b).
+
+    Args:
+        pairs (Sequence[tuple[Tensor, Tensor]]): Tensors of four dimensions and of one shape in each pair.
+
+    Returns:
+        list[Tensor]: The sums, shape (D,).
+    """
+    if not pairs:
+        return []
     dtype = accumulator(pairs[0][0])
     if pairs[0][0].dtype is not pairs[0][1].dtype:  # which a GPU multiplies one by one in any case
         return [(a * b).sum((1, 2, 3), dtype=dtype) for a, b in pairs]
@@ -237,11 +248,12 @@ def _row_products(pairs):
             groups.append([])
             size = pair[0].numel()
         groups[-1].append(pair)
-    products = []
+    sums = []
     for group in groups:
         together = torch._foreach_mul(*map(list, zip(*group, strict=True)))
-        products += [x.sum((1, 2, 3), dtype=dtype) for x in together]
-    return products
+        sums += [x.sum((1, 2, 3), dtype=dtype) for x in together]
+        del together  # otherwise it exists beside that of the next group
+    return sums
 
 
 def _scaled(pairs):
