@@ -374,8 +374,12 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
     if fixed:
         bias, products = dbias * norms.columns[number].view(-1) if needs.bias else None, None
-        if needs.norm_weight and not needs.weight:  # the product of all positions is not kept for its sums alone
-            dweight, (products,) = None, row_products([(dweight, t.weight)])
+        # In full precision the product waits for those of the other layers, unless it is needed for its sums alone.
+        together = needs.weight and dweight.dtype is column.dtype
+        if needs.norm_weight and not together:
+            (products,) = row_products([(dweight, t.weight)])
+        if not together:
+            dweight, column = dweight * column if needs.weight else None, None
         return dx, FixedGradients(needs, number, t.weight, dweight, products, column, bias, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:

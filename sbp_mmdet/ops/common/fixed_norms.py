@@ -50,11 +50,11 @@ class FixedGradients(NamedTuple):
         needs (NamedTuple): Which gradients are needed, by name.
         number (int): Number of the layer in its :class:`FixedNorms`.
         weight (Tensor): Weight W of the convolution, shape (D, ...).
-        outer (Tensor | None): The product dW' * ``factor``, of the same shape. ``None`` if the weight needs no
-            gradient.
+        outer (Tensor | None): The product dW' * ``factor``, of the same shape, or dW if there is no ``column``.
+            ``None`` if the weight needs no gradient.
         products (Tensor | None): Sums of W * ``outer`` for each channel, shape (D,), in full precision. If ``None``,
             they are not computed yet, or not needed.
-        column (Tensor): What ``outer`` is to be multiplied by for dW, shape (D, 1, 1, 1).
+        column (Tensor | None): What ``outer`` is to be multiplied by for dW, shape (D, 1, 1, 1). If ``None``, 1.
         bias (Tensor | None): Gradient of the convolution's bias, if it is needed.
         sums (Tensor | None): Sums of dy, shape (D,), in full precision.
         factor (Tensor | None): Factor of dy in ``outer``, shape (D,). If ``None``, 1.
@@ -65,7 +65,7 @@ class FixedGradients(NamedTuple):
     weight: Tensor
     outer: Tensor | None
     products: Tensor | None
-    column: Tensor
+    column: Tensor | None
     bias: Tensor | None
     sums: Tensor | None
     factor: Tensor | None
@@ -215,10 +215,11 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
         centres, rstd = norms.statistics([layer.number for layer in normed])
         products = torch.addcmul(products, _joined([layer.sums for layer in normed]), centres, value=-1).mul_(rstd)
         products = iter(_apart(products, [layer.sums.shape[0] for layer in normed]))
-    weights = iter(_scaled([(layer.outer, layer.column) for layer in layers if layer.needs.weight]))
+    if unscaled := [(layer.outer, layer.column) for layer in layers if layer.column is not None]:
+        torch._foreach_mul_(*map(list, zip(*unscaled, strict=True)))
     return [
         dict(
-            weight=next(weights) if layer.needs.weight else None,
+            weight=layer.outer,
             bias=layer.bias,
             norm_weight=next(products) if layer.needs.norm_weight else None,
             norm_bias=layer.sums if layer.needs.norm_bias else None,
@@ -254,12 +255,3 @@ def row_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         sums += [x.sum((1, 2, 3), dtype=dtype) for x in together]
         del together  # otherwise it exists beside that of the next group
     return sums
-
-
-def _scaled(pairs):
-    """Return a * b for each pair (a, b) in the precision of b, in place if a has this precision."""
-    if pairs and pairs[0][0].dtype is pairs[0][1].dtype:
-        outer, columns = map(list, zip(*pairs, strict=True))
-        torch._foreach_mul_(outer, columns)
-        return outer
-    return [a * b for a, b in pairs]
