@@ -293,6 +293,24 @@ def test_forward_mode_differentiation(family):
         assert (actual - expected).norm() <= 1e-9 * expected.norm()
 
 
+@pytest.mark.filterwarnings('ignore::DeprecationWarning', 'ignore::torch.jit.TracerWarning')
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ResNet', 'pyramid'])
+def test_traced_in_training(family, preset):
+    """``torch.jit.trace`` would record the output of an operation with a backward pass of its own as a constant."""
+    lean = FAMILIES[family]()
+    plain, found, images = copy.deepcopy(lean), [], random_images()
+    apply_lean(lean, preset)
+    traced = torch.jit.trace(lean, images, check_trace=False)
+    for run, model in ((traced, lean), (plain, plain)):
+        outs = run(images.flip(3))
+        compute_loss(outs if isinstance(outs, (tuple, list)) else [outs]).backward()
+        found.append(get_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert (found[0][name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
 @pytest.mark.parametrize('family', ['Swin', 'ResNet', 'ConvNeXt'])
 def test_changed_back_and_forth(family):
     lean = FAMILIES[family]()

@@ -38,7 +38,7 @@ class FirstPass(Mixin):
 
     def forward(self, *args, **kwargs):
         refuse_tracing(self, args)
-        if not _off and self.training and torch.is_grad_enabled():
+        if not _off and self.training and torch.is_grad_enabled() and not torch.jit.is_tracing():
             self._verify_first_pass(args, kwargs)
             return self.forward(*args, **kwargs)  # this class is gone
         return super().forward(*args, **kwargs)

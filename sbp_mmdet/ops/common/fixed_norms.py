@@ -114,7 +114,8 @@ class FixedNorms:
             number (int): Number of the layer.
             weight (Tensor): Its weight.
             dtype (torch.dtype): Precision of the result.
-            last (bool): Whether the result is not kept, and one that was kept is returned. Default: False.
+            last (bool): Whether this is the last use: a result that was kept is returned, and kept no longer. Default:
+                False.
         """
         folded = self._folded.pop(number, None) if last else None
         if folded is None:

@@ -15,10 +15,11 @@ def runs_within_others() -> bool:
     """Return whether something is active that has to see what modules compute, so that they run their own code.
 
     These are transforms such as ``torch.func.vjp`` and forward-mode differentiation, which refuse operations with a
-    backward pass of their own, and a user's ``TorchFunctionMode``, which may replace any function. A checkpoint would
-    not find them again in the backward pass.
+    backward pass of their own; ``torch.jit.trace``, which would record the outputs of such operations as constants; and
+    a user's ``TorchFunctionMode``, which may replace any function. A checkpoint would not find them again in the
+    backward pass.
     """
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing():
         return True
     if not torch._C._len_torch_function_stack():
         return False
