@@ -319,6 +319,15 @@ def test_a_config_with_a_preset_of_its_own_is_counted_as_it_is(planning, capsys,
     assert all(hook.get('skip_dropped_images', False) is False for hook in hooks)
 
 
+def test_an_unknown_optimizer_is_named(tiny):
+    """mmengine itself reports ``TypeError: None is not a callable object``."""
+    options = ['--cfg-options', 'optim_wrapper.optimizer.type=Adamm']
+    case = ['--size', '64x64', '--batch', '1', '--budget', '8GiB']
+    for words in (['report', tiny], ['plan', tiny, *case]):
+        with pytest.raises(SystemExit, match=r"optim_wrapper.optimizer.type='Adamm' is not registered; write .*AdamW"):
+            command.main([*words, *options])
+
+
 def test_what_a_model_cannot_do_here_is_a_line(planning, monkeypatch):
     def measure(*args, **kwargs):
         raise KeyError('a kernel that only a GPU has')

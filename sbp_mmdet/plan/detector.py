@@ -16,7 +16,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import init_default_scope
+from mmengine.registry import OPTIMIZERS, init_default_scope
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch import Tensor, nn
 
@@ -213,8 +213,23 @@ def build_detector(config: Config, device: str):
         if (cfg.get('optimizer') or {}).get('type') == 'AdamW8bit':
             cfg.optimizer.type = AdamW8bitStates
     with quiet():  # optimizer wrapper constructors log the name of every parameter
-        wrapper = build_optim_wrapper(model, cfg)
+        try:
+            wrapper = build_optim_wrapper(model, cfg)
+        except TypeError as error:
+            _refuse_unknown_optimizer(cfg, error)
+            raise
     return model, wrapper
+
+
+def _refuse_unknown_optimizer(cfg, error):
+    """Raise an error that names the optimizer if it is in no registry, which mmengine reports as 'None'."""
+    kind = (cfg.get('optimizer') or {}).get('type')
+    with OPTIMIZERS.switch_scope_and_registry(None) as registry:
+        if isinstance(kind, str) and registry.get(kind) is None:
+            raise ValueError(
+                f"optim_wrapper.optimizer.type='{kind}' is not registered; write the name of one of torch's, such as "
+                "'AdamW', or import its module by custom_imports"
+            ) from error
 
 
 def _without_weights(cfg):
