@@ -21,7 +21,14 @@ from sbp_mmdet.plan.detector import clear_caches
 from sbp_mmdet.stochastic_backprop.masks import Positions
 from sbp_mmdet.stochastic_backprop.step_draws import StepDraws, ThinnedStages
 
-__all__ = ['backward', 'simulate_gpu', 'copy_to_gpu', 'move_to_gpu', 'unset_fake_temporarily']
+__all__ = [
+    'backward',
+    'copy_to_gpu',
+    'count_kernels_of_lists',
+    'move_to_gpu',
+    'simulate_gpu',
+    'unset_fake_temporarily',
+]
 
 unset_fake_temporarily = getattr(fake_tensor, 'unset_fake_temporarily', None)  # torch 2.1, which has none, skips these
 # Shape of the result of a kernel that torch knows for CUDA alone.
@@ -175,6 +182,24 @@ def move_to_gpu(mode: FakeTensorMode, module: nn.Module) -> None:
             if p is not None:
                 part._parameters[name] = nn.Parameter(copy_to_gpu(mode, p), p.requires_grad)
         part._buffers = copy_to_gpu(mode, part._buffers)
+
+
+def count_kernels_of_lists(name: str, args: tuple) -> int:
+    """Count the kernels of an operation: one, or if CUDA has none for its lists, as many as a list has tensors.
+
+    CUDA has one if the tensors of each pair have the same shape and strides, and all have one precision; tensors that
+    are copied may have two.
+
+    Args:
+        name (str): Name of the operation.
+        args (tuple): Its arguments.
+    """
+    if not name.startswith('_foreach'):
+        return 1
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and isinstance(arg[0], Tensor)]
+    dtypes = {x.dtype for tensors in lists for x in tensors} if name != '_foreach_copy_' else ()
+    alike = all(len({(x.shape, x.stride()) for x in pair}) == 1 for pair in zip(*lists, strict=True))
+    return 1 if alike and len(dtypes) < 2 else len(lists[0])
 
 
 @contextlib.contextmanager

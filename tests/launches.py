@@ -19,7 +19,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
+from fake_cuda import backward, count_kernels_of_lists, move_to_gpu, simulate_gpu, unset_fake_temporarily
 from mmcv.cnn.bricks import DropPath
 from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.backbones import ResNet
@@ -52,23 +52,6 @@ _SEVERAL = dict(
     _scaled_dot_product_flash_attention_backward=lambda out, args: 3,
     _scaled_dot_product_efficient_attention_backward=lambda out, args: 3,
 )
-
-
-def _one(out, args):
-    """Return 1."""
-    return 1
-
-
-def _count_of_lists(name, args):
-    """Return 1 for an operation of lists that CUDA has one kernel for, else the number of tensors.
-
-    CUDA has one if the tensors of each pair are alike in shape and strides, and all are in one precision; tensors that
-    are copied may change theirs.
-    """
-    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and isinstance(arg[0], Tensor)]
-    dtypes = {x.dtype for x in itertools.chain(*lists)} if name != '_foreach_copy_' else ()
-    alike = all(len({(x.shape, x.stride()) for x in pair}) == 1 for pair in zip(*lists, strict=True))
-    return 1 if alike and len(dtypes) < 2 else len(lists[0])
 
 
 def _channels(x, number):
@@ -153,7 +136,7 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {})) if knows_shape else _WITHOUT_SHAPES[name](*args)
         on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in tree_flatten((args, out))[0])
         if on_gpu and space != 'prim' and not func.is_view and name not in _FREE:
-            number = _count_of_lists(name, args) if name.startswith('_foreach') else _SEVERAL.get(name, _one)(out, args)
+            number = _SEVERAL[name](out, args) if name in _SEVERAL else count_kernels_of_lists(name, args)
             self.number[name] = self.number.get(name, 0) + number
             self.bytes += _count_moved_bytes(name, args, kwargs, out)
         if name in _PRODUCTS:

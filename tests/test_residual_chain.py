@@ -1,6 +1,5 @@
 """Chains of residual blocks have the outputs and gradients of the blocks' own code in fp64."""
 
-import collections
 import copy
 import itertools
 
@@ -13,7 +12,6 @@ from mmdet.models.backbones import resnet, resnext
 from mmdet.models.layers import ResLayer
 from oracles import DEVICE, assert_equal_statistics
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common import sign_bits
@@ -374,40 +372,3 @@ def test_a_block_outside_of_a_stage_is_a_chain_by_itself(norm_eval, preset):
     assert_plain(lean, plain)
     assert len(shapes) == 1  # the block is called, so a hook on it runs
     assert count_model_bytes(lean, random_map()) < 0.5 * count_model_bytes(plain, random_map())
-
-
-class _Folds(TorchDispatchMode):
-    """Mode that counts how often each weight is multiplied by the factor of its norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.number = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mul.Tensor and args[1].shape[1:] == (1, 1, 1):
-            self.number[args[0].data_ptr()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_backward_pass_folds_the_weights_of_a_block_once():
-    """What a recomputed layer has folded, the gradient of its input uses. Only the last layers run before the block."""
-    model = build_stage(blocks=4)
-    apply_lean(model)
-    out = model(random_map().requires_grad_())
-    with _Folds() as folds:
-        out.sum().backward()
-    found = [[folds.number[getattr(block, f'conv{i}').weight.data_ptr()] for i in (1, 2, 3)] for block in model]
-    assert found == [[1, 1, 2]] * 3 + [[1, 1, 1]]
-
-
-@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
-def test_products_of_frozen_weights_are_not_kept(preset):
-    """The norms need sums of W * dW' alone. Maps are small here, and a block may need its weights twice."""
-    model = build_stage(blocks=6, width=64, options=dict(stride=1)).float()
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.weight.requires_grad_(False)
-    apply_lean(model, preset=preset)
-    out = model(torch.randn(1, 16, 8, 8, device=DEVICE)).sum()
-    block = sum(module.weight.nbytes for module in model[1].modules() if isinstance(module, nn.Conv2d))
-    assert peak_bytes(out.backward) < 2 * block + 20 * 256 * 64 * 4

@@ -246,7 +246,6 @@ def block_backward(
         tuple[Tensor | None, list]: Gradient of the input, and what :func:`layer_backward` finds for each layer.
     """
     own, of_layers = members.layers, []
-    own[0].norms.keeps_folded = True  # the weights of what is recomputed here are folded once
     inputs, outputs = rerun_inside(members, saved, x, inside)
     del inside
     inputs.insert(0, x)
@@ -264,7 +263,6 @@ def block_backward(
         if i > 0:
             inner = _relu_backward(inner, source, 0)
         del source, z
-    own[0].norms.keeps_folded = False
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
     through, gradients = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)

@@ -211,6 +211,8 @@ def _backward(members, source, saved, grads, needs, needs_x):
         inputs.append(rerun_output(own, kept_block, x, last))
         insides.append(inside)
     insides.append(None)
+    # From here on, what a block recomputes is followed by its gradients, which need the same folded weights.
+    members[0].layers[0].norms.keeps_folded = True
     of_layers = []
     for n in reversed(range(len(members))):
         x, inside = inputs.pop(), insides.pop()

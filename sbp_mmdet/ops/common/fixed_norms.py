@@ -44,7 +44,7 @@ class Factors(NamedTuple):
 
 
 class FixedGradients(NamedTuple):
-    """What the gradients of a layer's parameters follow from, if its norm is fixed.
+    """Intermediate results that the gradients of a layer with a fixed norm are computed from.
 
     Attributes:
         needs (NamedTuple): Which gradients are needed, by name.
@@ -80,8 +80,8 @@ class FixedNorms:
 
     Attributes:
         numbers (list[int]): Numbers of the layers with a fixed norm.
-        keeps_folded (bool): Whether :meth:`fold` keeps its results: in a backward pass, from the recomputation of a
-            block's layers until the gradients of their inputs are computed. Initially False.
+        keeps_folded (bool): Whether :meth:`fold` keeps its results until their last use: in a backward pass, if the
+            gradient of a recomputed layer's input follows soon. Initially False.
     """
 
     def __init__(self, layers: Sequence[tuple], factors: Factors | None = None):
@@ -198,7 +198,7 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
     """Compute the gradients of the parameters of convolutions with fixed norms.
 
     Args:
-        layers (Sequence[FixedGradients]): What they follow from, for each layer. The products dW' may be multiplied in
+        layers (Sequence[FixedGradients]): Intermediate results of each layer. The products dW' may be multiplied in
             place.
         norms (FixedNorms): Their norms.
 
