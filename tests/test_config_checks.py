@@ -144,6 +144,15 @@ def test_overrides_are_pairs(verb, capsys):
         assert f'{word!r} must be KEY=VALUE' in capsys.readouterr().err
 
 
+def test_a_misspelt_override_is_refused_and_a_key_of_ones_own_is_not(tmp_path):
+    (tmp_path / 'child.py').write_text("_base_ = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'")
+    path = str(tmp_path / 'child.py')
+    with pytest.raises(ValueError, match="optim_wraper.optimizer.lr: .* did you mean 'optim_wrapper'"):
+        load_config(path, {'optim_wraper.optimizer.lr': 0.1})
+    for key in ('resume', 'compile', 'activation_checkpointing', 'my_setting', 'optim_wrapper.clip_grad.max_norm'):
+        load_config(path, {key: 1})
+
+
 @pytest.mark.parametrize(
     ('options', 'said'),
     [

@@ -59,6 +59,12 @@ def test_config_of_a_package_that_is_missing(tmp_path):
         preflight.load_config(str(tmp_path / 'child.py'))
 
 
+def test_a_misspelt_override_is_refused(project):
+    with pytest.raises(PreflightError, match="train_cgf.max_epochs: .* did you mean 'train_cfg'"):
+        preflight.load_config(str(project), {'train_cgf.max_epochs': 1})
+    assert preflight.load_config(str(project), {'train_cfg.max_epochs': 1, 'my_setting': 2}).my_setting == 2
+
+
 def test_script_says_what_is_wrong_and_stops(project):
     """The command line prints only one line."""
     option = 'train_dataloader.dataset.ann_file=no.json'

@@ -21,6 +21,7 @@ from mmdet.registry import DATASETS, HOOKS, MODELS, OPTIMIZERS, TRANSFORMS
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
 
 __all__ = [
     'PreflightError',
@@ -61,10 +62,23 @@ def load_config(path: str, options: dict | None = None) -> Config:
         raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
     try:
         config = Config.fromfile(path)
+        _check_options(config, options or {})
         config.merge_from_dict(options or {})
+    except PreflightError:
+        raise
     except Exception as error:  # a config is a program: whatever it may raise
         raise PreflightError(f'config file {path}: {type(error).__name__}: {error}') from error
     return config
+
+
+def _check_options(config, options):
+    """Refuse a misspelt key, which mmengine would add at the top of the config and not read."""
+    known = {*config, *inspect.signature(Runner.__init__).parameters}
+    for key in options:
+        first = key.partition('.')[0]
+        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.8)
+        if near:
+            raise PreflightError(f"--cfg-options {key}: the config has no '{first}'; did you mean '{near[0]}'?")
 
 
 def check_arguments(config: Config, args: Namespace) -> None:

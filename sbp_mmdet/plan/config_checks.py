@@ -1,6 +1,8 @@
 """Checks of a config for mistakes that mmengine would find later, in a traceback, or not at all."""
 
 import argparse
+import difflib
+import inspect
 import itertools
 from collections.abc import Mapping
 
@@ -9,6 +11,7 @@ from mmdet.models.necks import FPN, FPN_CARAFE, NASFPN, PAFPN, YOLOXPAFPN, Chann
 from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.config import Config, DictAction
 from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
 from torch import nn
 
 from ..hooks import LeanHook
@@ -18,6 +21,7 @@ from .errors import describe_error
 __all__ = [
     'add_config',
     'check_config',
+    'check_options',
     'count_data_classes',
     'find_missing_import',
     'find_neck_mismatch',
@@ -51,6 +55,24 @@ def add_config(verb: argparse.ArgumentParser, what: str = 'config file, or mmdet
     """
     verb.add_argument('config', help=what)
     verb.add_argument('--cfg-options', nargs='+', action=ConfigOptions, help='overrides of the config')
+
+
+def check_options(config: Config, options: Mapping | None) -> None:
+    """Check the overrides of ``--cfg-options`` for misspelt keys, which mmengine would add to the config and not read.
+
+    Args:
+        config (Config): The config without the overrides.
+        options (Mapping | None): Values by key, such as 'optim_wrapper.optimizer.lr'. If ``None``, there are none.
+
+    Raises:
+        ValueError: If the config has no such key at its top level, but a similar one.
+    """
+    known = {*config, *inspect.signature(Runner.__init__).parameters}
+    for key in options or ():
+        first = key.partition('.')[0]
+        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.8)
+        if near:
+            raise ValueError(f"--cfg-options {key}: the config has no '{first}'; did you mean '{near[0]}'?")
 
 
 def list_imports(config: Config) -> list[str]:

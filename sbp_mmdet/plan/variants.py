@@ -16,7 +16,7 @@ from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
 from ..surgery import hook_arguments, hook_class
-from .config_checks import check_config, list_imports
+from .config_checks import check_config, check_options, list_imports
 from .transforms import name_of
 
 __all__ = [
@@ -70,7 +70,8 @@ def load_config(path: str, options: dict | None = None) -> Config:
 
     Raises:
         ValueError: If the file or a package that it inherits from is missing, if it has no model or no
-            ``optim_wrapper``, if an import fails, or for a mistake that :func:`.config_checks.check_config` finds.
+            ``optim_wrapper``, if an import fails, or for a mistake that :func:`.config_checks.check_config` or
+            :func:`.config_checks.check_options` finds.
     """
     file = _of_package(path) if '::' in str(path) else Path(path)
     if file.is_dir():
@@ -81,9 +82,13 @@ def load_config(path: str, options: dict | None = None) -> Config:
         raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); {hint}')
     try:
         config = Config.fromfile(file, import_custom_modules=False)
-        config.merge_from_dict(options or {})
     except Exception as error:  # a config is a program and may raise any error
         raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
+    check_options(config, options)
+    try:
+        config.merge_from_dict(options or {})
+    except Exception as error:  # the overrides may be of any kind
+        raise ValueError(f'config file {path}: --cfg-options: {type(error).__name__}: {error}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the MMDetection config that you train with')
     try:
