@@ -1,6 +1,7 @@
 """Adapters, which say what parts of a module's forward pass are which operations. Each file has a family of modules."""
 
 from . import (  # noqa: F401  register their adapters
+    attention,
     channel_attention,
     codetr,
     conv_module,

@@ -120,8 +120,8 @@ class LeanModule(Mixin):
 
     Attributes:
         stock (tuple): Classes that the adapter knows, set by :func:`adapter`.
-        overlooked (tuple[str, ...]): Keyword arguments that the module's own code uses, and :meth:`lean_forward` does
-            not. Calls with one of them run the own code. Default: ().
+        dims (int | None): Number of dimensions of the input that :meth:`lean_forward` computes with, see
+            :meth:`accepts`. If ``None``, any. Default: None.
         callers (tuple[str, ...]): Methods that call the forward pass and are not called by it. An instance may replace
             them, for example by another loss, and still run lean. Default: ().
         checkpointed (bool): Whether it is a block, which ``preset='with_cp'`` checkpoints. Default: False.
@@ -144,7 +144,7 @@ class LeanModule(Mixin):
     """
 
     stock = ()
-    overlooked = ()
+    dims = None
     checkpointed = False
     calls_layers = False
     callers = ()
@@ -173,14 +173,14 @@ class LeanModule(Mixin):
         bypassed, known = self._lean.bound.bypassed, True
         if kwargs:
             kind = stock_class(type(self))
-            used = any([kwargs.get(name) is not None for name in self.overlooked])
-            known = not used and kwargs.keys().isdisjoint(renamed_arguments(kind.forward))
-        if not known or not are_known_inputs(bypassed.precisions, args, kwargs):
-            bypassed.warn_of_input(self._lean.name or type(self).__name__)
-            return None
-        if kwargs:
-            args, kwargs = put_in_position(kind, args, kwargs)
-        return (self.lean_forward(*args, **kwargs),)
+            known = kwargs.keys().isdisjoint(renamed_arguments(kind.forward))
+        if known and are_known_inputs(bypassed.precisions, args, kwargs):
+            if kwargs:
+                args, kwargs = put_in_position(kind, args, kwargs)
+            if self.accepts(*args, **kwargs):
+                return (self.lean_forward(*args, **kwargs),)
+        bypassed.warn_of_input(self._lean.name or type(self).__name__)
+        return None
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
@@ -205,6 +205,13 @@ class LeanModule(Mixin):
             text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
+
+    def accepts(self, *args, **kwargs) -> bool:
+        """Return whether :meth:`lean_forward` computes what the module's own code does for the arguments of a call.
+
+        With any others, the own code runs. By default, the first argument has to be a tensor of ``dims`` dimensions.
+        """
+        return self.dims is None or (isinstance(args[0], Tensor) and args[0].dim() == self.dims)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the forward pass in training. By default the parts run one after the other, in their order."""

@@ -62,7 +62,7 @@ class BypassedModules:
         self.modules, self.precisions, self._kind, self._root = (), frozenset(), None, None
 
     def warn_of_input(self, name: str) -> None:
-        """Log once that the module runs its own code for an input that :mod:`.inputs` does not know.
+        """Log once that the module runs its own code for an input that :mod:`.inputs` or its adapter does not know.
 
         Args:
             name (str): Name of the module.
@@ -70,7 +70,8 @@ class BypassedModules:
         if not self._warned:
             text = (
                 f'{name} runs its own code for an input that its operations do not take: a tensor of a class of its '
-                'own, one in another precision than the weights, or an argument that they do not use'
+                'own, one in another precision than the weights, one of another number of dimensions, or an argument '
+                'that they do not use'
             )
             print_log(text, logger='current', level=logging.WARNING)
         self._warned = True

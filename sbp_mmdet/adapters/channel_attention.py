@@ -18,6 +18,7 @@ _EFFECTIVE = 'mmyolo.models.layers.yolo_bricks.EffectiveSELayer'
 class LeanChannelAttention(LeanModule):
     """Map multiplied with numbers that small layers compute from its mean. These layers run their own code."""
 
+    dims = 4
     samples = has_reference = False
     hands_on = True
 
@@ -34,6 +35,7 @@ class LeanChannelAttention(LeanModule):
 class LeanActivation(LeanModule):
     """Activation of a map. A ReLU saves its output, which the layer behind saves anyway, and has no adapter."""
 
+    dims = 4
     samples = has_reference = False
     hands_on = True
 
@@ -44,6 +46,6 @@ class LeanActivation(LeanModule):
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the activation on (N, C, H, W)."""
         inplace = getattr(self, 'inplace', False)
-        if x.dim() != 4 or not x.numel() or (inplace and x._is_view()):
+        if not x.numel() or (inplace and x._is_view()):
             return super(LeanModule, self).forward(x)
         return activate(ActivationSettings(self.form, activation_of(self), inplace), ActivationTensors(x))

@@ -1,5 +1,6 @@
 """mmcv's ``BaseTransformerLayer`` with its order of operations, which Co-DETR and other older DETRs are built of."""
 
+import inspect
 from types import SimpleNamespace
 
 from mmcv.cnn.bricks.transformer import BaseTransformerLayer
@@ -9,7 +10,14 @@ from torch import Tensor, nn
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .detr import images_first, modules_of_encoder_layer, problem_of_encoder_ffn, run_encoder_layer
+from .detr import (
+    ARGUMENTS_OF_ATTENTION,
+    are_known_places,
+    images_first,
+    modules_of_encoder_layer,
+    problem_of_encoder_ffn,
+    run_encoder_layer,
+)
 
 __all__ = ['LeanTransformerLayer']
 
@@ -26,6 +34,13 @@ class LeanTransformerLayer(LeanModule):
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""
         return modules_of_encoder_layer(self.attentions[0], self.ffns[0], self.norms)
+
+    def accepts(self, query: Tensor, *args, **kwargs) -> bool:
+        """See :meth:`.LeanModule.accepts`."""
+        given = inspect.signature(self.lean_forward).bind(query, *args, **kwargs).arguments
+        return given.get('kwargs', {}).keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(
+            SimpleNamespace(**given), query
+        )
 
     def lean_forward(
         self,
@@ -64,4 +79,6 @@ class LeanTransformerLayer(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
+        if module.pre_norm:
+            return 'pre_norm is set, though no norm stands first in its operation_order'
         return problem_of_encoder_ffn(module.ffns[0])

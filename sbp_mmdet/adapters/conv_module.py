@@ -214,8 +214,10 @@ def _pads_itself(conv):
 def _own_padding(x, conv):
     """Return padding and border of TensorFlow's "same" for a map; the border is for opposite sides that differ."""
     pads = []
-    for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, conv.kernel_size, conv.dilation, strict=True):
-        if stock_class(type(conv)) is Conv2dAdaptivePadding:
+    adaptive = stock_class(type(conv)) is Conv2dAdaptivePadding
+    windows = conv.weight.shape[2:] if adaptive else conv.kernel_size
+    for size, stride, kernel, dilation in zip(x.shape[2:], conv.stride, windows, conv.dilation, strict=True):
+        if adaptive:
             pads.append(max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0))
         else:  # EfficientDet's knows no dilation, and crops where windows are smaller than their stride
             pads.append((-(-size // stride) - 1) * stride + kernel - size)
@@ -292,6 +294,7 @@ def _process_group(norm):
 class LeanConv(LeanModule):
     """A convolution alone. It shares its saved input with the layer in front and with layers of the same input."""
 
+    dims = 4
     samples = has_reference = False
     folds_frozen_norms = hands_on = True
 
@@ -301,14 +304,14 @@ class LeanConv(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the convolution on (N, C, H, W)."""
-        runs = x.dim() == 4 and x.numel()
-        return self.part('conv')(self.form, x) if runs else super(LeanModule, self).forward(x)
+        return self.part('conv')(self.form, x) if x.numel() else super(LeanModule, self).forward(x)
 
 
 @adapter(mmcv.cnn.ConvModule)
 class LeanConvModule(LeanModule):
     """mmcv's ``ConvModule``: convolution, norm and activation."""
 
+    dims = 4
     samples = has_reference = False
     folds_frozen_norms = hands_on = True
 

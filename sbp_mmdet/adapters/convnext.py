@@ -15,6 +15,8 @@ __all__ = ['LeanConvNeXtBlock', 'LeanLayerNorm']
 class LeanConvNeXtBlock(LeanBlock):
     """ConvNeXt block: depthwise convolution, then the channel MLP, which is thinned."""
 
+    dims = 4
+
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
         layers = (self.norm, self.pointwise_conv1, self.act, self.pointwise_conv2)
@@ -45,6 +47,7 @@ class LeanConvNeXtBlock(LeanBlock):
 class _LeanDownsample(LeanModule):
     """Downsampling layer: layer norm and 2x2 convolution of stride 2. A kept position is a kept patch."""
 
+    dims = 4
     stock = (nn.Sequential, Sequential)
 
     def parts(self):
@@ -77,8 +80,7 @@ class LeanLayerNorm(LeanModule):
         """See :meth:`.LeanModule.parts`."""
         return dict(norm=LayerNormBinding(self))
 
-    def lean_forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        """Normalise tokens (N, L, C), or a map (N, C, H, W) if the norm is one of maps."""
-        if args or kwargs or x.dim() != (4 if stock_class(type(self)).__name__ == 'LayerNorm2d' else 3):
-            return super(LeanModule, self).forward(x, *args, **kwargs)
-        return self.run('norm', x)
+    def accepts(self, x: Tensor, *args, **kwargs) -> bool:
+        """See :meth:`.LeanModule.accepts`. A norm of maps normalises (N, C, H, W), any other tokens (N, L, C)."""
+        dims = 4 if stock_class(type(self)).__name__ == 'LayerNorm2d' else 3
+        return x.dim() == dims and not args and not kwargs

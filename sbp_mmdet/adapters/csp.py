@@ -157,6 +157,7 @@ def _convolutions(layer):
 class _CSP(LeanModule):
     """Base class of adapters of modules that run as one operation, or else call their layers one by one."""
 
+    dims = 4
     samples = has_reference = False
     folds_frozen_norms = separable = hands_on = True
 

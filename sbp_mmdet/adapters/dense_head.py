@@ -27,6 +27,10 @@ class LeanRPNHead(LeanModule):
         yield self.rpn_conv, 'convolution that keeps the size'
         yield from ((conv, 'pointwise convolution') for conv in (self.rpn_cls, self.rpn_reg))
 
+    def accepts(self, x: tuple[Tensor, ...]) -> bool:
+        """See :meth:`.LeanModule.accepts`."""
+        return all(level.dim() == 4 for level in x)
+
     def lean_forward(self, x: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the scores and the boxes of each level, as two lists."""
         outputs = zip(*map(self._level, x), strict=True)

@@ -1,45 +1,39 @@
-"""Layers of transformer detectors: mmcv's attention and feed-forward network, and the encoder layers of mmdet.
+"""Layers of transformer detectors: mmcv's deformable attention, and the encoder layers of mmdet.
 
 DETR, Conditional DETR, DAB-DETR, Deformable DETR, DINO, DDQ, Grounding DINO, MaskFormer and Mask2Former are built of
 these. With the preset ``sbp``, tokens of images are dropped in encoders. Queries of a decoder and tokens of a text are
 never dropped.
 """
 
-import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from numbers import Real
 from types import SimpleNamespace
 
-import torch
-from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
+from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention
-from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerEncoder
 from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder
-from mmdet.models.layers.transformer.utils import ConditionalAttention, DynamicConv
-from mmdet.models.necks.ssd_neck import L2Norm
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
-from ..ops.common.precision import autocast_dtype
 from ..ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from ..ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from ..presets import Settings
 from ..stochastic_backprop.algorithm1 import sbp
 from ..stochastic_backprop.masks import Positions
 from ..surgery import stock_class
+from .attention import bind_arguments
 from .base import LeanModule, adapter
-from .ffn import ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of, recomputed
+from .ffn import ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of
 from .predicate import unsupported
 
 __all__ = [
+    'ARGUMENTS_OF_ATTENTION',
     'LeanDeformableAttention',
     'LeanDeformableEncoderLayer',
     'LeanEncoder',
-    'LeanMultiheadAttention',
-    'LeanRecomputed',
+    'are_known_places',
     'attention_settings',
     'attention_weights',
     'images_first',
@@ -47,84 +41,6 @@ __all__ = [
     'problem_of_encoder_ffn',
     'run_encoder_layer',
 ]
-
-
-def _bind_arguments(forward, module, args, kwargs):
-    """Return the arguments of a call by the names of a forward's parameters, with their defaults."""
-    bound = inspect.signature(forward).bind(module, *args, **kwargs)
-    bound.apply_defaults()
-    return SimpleNamespace(**bound.arguments)
-
-
-# Attention.
-
-
-@adapter(MultiheadAttention)
-class LeanMultiheadAttention(LeanModule):
-    """mmcv's multi-head attention by torch's kernel without an attention map.
-
-    With a mask or dropout, the layer is recomputed in the backward pass.
-    """
-
-    samples = has_reference = False
-
-    def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`."""
-        yield self.attn, 'multi-head attention'
-        yield from ((module, 'recomputable') for module in self.attn.children())
-
-    def lean_forward(self, *args, **kwargs) -> Tensor:
-        """Run the layer; the arguments are those of mmcv's ``MultiheadAttention``."""
-        a = _bind_arguments(MultiheadAttention.forward, self, args, kwargs)
-        key = a.query if a.key is None else a.key
-        value, key_pos = key if a.value is None else a.value, a.key_pos
-        if key_pos is None and a.query_pos is not None:
-            if a.query_pos.shape == key.shape:
-                key_pos = a.query_pos
-            else:
-                warnings.warn(f'position encoding of key is missing in {type(self).__name__}.', stacklevel=2)
-        tensors = (a.query, key, value, a.query_pos, key_pos, a.attn_mask, a.key_padding_mask)
-        masked = a.attn_mask is not None or a.key_padding_mask is not None
-        again = masked or (self.attn.dropout and self.attn.training)
-        out = recomputed(self._attend, self, *tensors) if again else self._attend(*tensors)
-        return (a.query if a.identity is None else a.identity) + self.dropout_layer(self.proj_drop(out))
-
-    def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
-        query = query if query_pos is None else query + query_pos
-        key = key if key_pos is None else key + key_pos
-        if dtype := autocast_dtype(query):  # a mask takes the type of the query, and torch 2.1 does not cast it later
-            cast = {id(x): x.to(dtype) for x in (query, key, value)}
-            query, key, value = (cast[id(x)] for x in (query, key, value))
-        if self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        out = self.attn(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]
-        mask, more_keys = key_padding_mask, self.attn.bias_k is not None or self.attn.add_zero_attn
-        if mask is not None and mask.dtype is torch.bool and mask.dim() == 2 and not more_keys:
-            # Without keys, the module's own softmax gives NaN, which the loss shows; torch's kernel would give zeros.
-            out = out.masked_fill_(mask.all(1)[:, None], torch.nan)
-        return out.transpose(0, 1) if self.batch_first else out
-
-
-@adapter(
-    *(ConditionalAttention, SpatialReductionAttention, nn.MultiheadAttention, DynamicConv, L2Norm),
-    'projects.DiffusionDet.diffusiondet.head.DynamicConv',
-)
-class LeanRecomputed(LeanModule):
-    """Layer that runs its own code and is recomputed in the backward pass: other attentions, and cheap layers."""
-
-    samples = has_reference = False
-
-    def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`. Nothing is bypassed, but the submodules are called twice."""
-        yield from ((module, 'recomputable') for module in [*self.modules()][1:])
-
-    def lean_forward(self, *args, **kwargs) -> Tensor:
-        """Run the layer with its own arguments."""
-
-        def run(args, kwargs):
-            return super(LeanModule, self).forward(*args, **kwargs)
-
-        return recomputed(run, self, args, kwargs)
 
 
 # Encoders.
@@ -211,6 +127,8 @@ def _thinned_layer(layer, x, pos, positions, kwargs):
 
 # Deformable attention.
 
+# Those that an encoder hands to its layers. The attention does not use the last one.
+ARGUMENTS_OF_ATTENTION = {'reference_points', 'spatial_shapes', 'level_start_index', 'valid_ratios'}
 _LINEARS = dict(sampling_offsets='offset', attention_weights='attention', value_proj='value', output_proj='output')
 
 
@@ -226,7 +144,9 @@ class LeanDeformableAttention(LeanModule):
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Run the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
-        a = _bind_arguments(MultiScaleDeformableAttention.forward, self, args, kwargs)
+        a = bind_arguments(MultiScaleDeformableAttention.forward, self, args, kwargs)
+        if not are_known_places(a, a.query):
+            return super(LeanModule, self).forward(*args, **kwargs)
         tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
         if not self.batch_first:
             tokens = map(images_first, tokens)
@@ -255,6 +175,20 @@ def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
     """
     sizes = module.num_heads, module.num_levels, module.num_points
     return DeformableSettings(*sizes, form, module.im2col_step)
+
+
+def are_known_places(given: SimpleNamespace, query: Tensor) -> bool:
+    """Return whether deformable attention can be computed from the arguments of a call.
+
+    Args:
+        given (SimpleNamespace): Arguments of the attention, by name.
+        query (Tensor): Tokens.
+    """
+    points, *others = (
+        getattr(given, name, None) for name in ('reference_points', 'spatial_shapes', 'level_start_index')
+    )
+    there = points is not None and all(value is not None for value in others)
+    return there and query.dim() == 3 and points.shape[-1] in (2, 4)
 
 
 def _unpack_places(given):
@@ -348,11 +282,14 @@ class LeanDeformableEncoderLayer(LeanModule):
 
     checkpointed = hands_on = True
     has_reference = False
-    overlooked = 'identity', 'residual'  # the layer hands its keywords to the attention
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""
         return modules_of_encoder_layer(self.self_attn, self.ffn, self.norms)
+
+    def accepts(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> bool:
+        """See :meth:`.LeanModule.accepts`. The layer hands its keywords to the attention."""
+        return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(SimpleNamespace(**kwargs), query)
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Run the layer on tokens (N, L, C)."""

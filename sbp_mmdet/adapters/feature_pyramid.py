@@ -31,18 +31,22 @@ class LeanFPN(LeanModule):
                 if not unsupported(layer, 'convolution alone'):
                     yield layer.conv, role
 
+    def accepts(self, inputs: tuple[Tensor, ...]) -> bool:
+        """See :meth:`.LeanModule.accepts`. All maps have to be of the same images."""
+        used = self._used(inputs)
+        known = all(x.dim() == 4 and x.numel() and len(x) == len(used[0]) for x in used)
+        return known and len(inputs) == len(self.in_channels)
+
+    def _used(self, inputs):
+        return inputs[self.start_level : self.start_level + len(self.lateral_convs)]
+
     def lean_forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the feature maps of all levels, given those of the backbone."""
-        number = len(self.lateral_convs)
-        used = inputs[self.start_level : self.start_level + number]
-        if len(inputs) != len(self.in_channels) or not all(x.numel() for x in used):
-            return super(LeanModule, self).forward(inputs)
-        levels = []
-        for x, lateral, output in zip(used, self.lateral_convs, self.fpn_convs, strict=False):
+        number, levels = len(self.lateral_convs), []
+        for x, lateral, output in zip(self._used(inputs), self.lateral_convs, self.fpn_convs, strict=False):
             lateral, output = lateral.conv, output.conv
-            geometry = Convolution(output.padding, output.dilation, output.groups)
             levels.append(LevelTensors(x, lateral.weight, lateral.bias, output.weight, output.bias))
-        outs = [*feature_pyramid(StripSettings(self.form, geometry), levels)]
+        outs = [*feature_pyramid(StripSettings(self.form, Convolution(*_geometry(output))), levels)]
         for i in range(number, self.num_outs):
             if not self.add_extra_convs:
                 outs.append(F.max_pool2d(outs[-1], 1, stride=2))
@@ -57,10 +61,17 @@ class LeanFPN(LeanModule):
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
-        """See :meth:`.LeanModule.applies_to`. With norms or other interpolation, the layers are changed one by one."""
+        """See :meth:`.LeanModule.applies_to`. With norms or other interpolation, or with output convolutions that
+        differ from each other, the layers are changed one by one.
+        """
         if not cls.is_stock(module):
             return False
         outputs = [*module.fpn_convs][: len(module.lateral_convs)]
         layers = [layer for layer in (*module.lateral_convs, *outputs) if isinstance(layer, ConvModule)]
         nearest = module.upsample_cfg == dict(mode='nearest') and module.add_extra_convs != 'on_lateral'
-        return nearest and not any(layer.with_norm or layer.with_activation for layer in layers)
+        alike = len({_geometry(layer.conv) for layer in outputs if isinstance(layer, ConvModule)}) == 1
+        return nearest and alike and not any(layer.with_norm or layer.with_activation for layer in layers)
+
+
+def _geometry(conv):
+    return conv.padding, conv.dilation, conv.groups

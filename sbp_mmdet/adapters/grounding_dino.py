@@ -17,6 +17,8 @@ def _clamps_scores(attention):
     clamps = attention.clamp_min_for_underflow and attention.clamp_max_for_overflow and MAX_CLAMP_VALUE == LIMIT
     if attention.stable_softmax_2d or not clamps:
         return 'it does not clamp scores as the operation does (clamp_min_for_underflow, clamp_max_for_overflow)'
+    if attention.scale != attention.head_dim**-0.5 or attention.head_dim * attention.num_heads != attention.embed_dim:
+        return f'its scale is {attention.scale}, and not the reciprocal root of the width of a head'
     return None if attention.v_dim == attention.l_dim else 'its images and texts have tokens of different widths'
 
 
@@ -45,6 +47,20 @@ class LeanFusion(LeanModule):
         yield self.drop_path, 'identity'
         yield from ((getattr(self.attn, name, None), 'linear with bias') for name in _LAYERS.values())
 
+    def accepts(
+        self,
+        visual_feature: Tensor,
+        lang_feature: Tensor,
+        attention_mask_v: Tensor | None = None,
+        attention_mask_l: Tensor | None = None,
+    ) -> bool:
+        """See :meth:`.LeanModule.accepts`. A mask of numbers may need a gradient, which the operation lacks."""
+        pairs = (visual_feature, attention_mask_v), (lang_feature, attention_mask_l)
+        if not all(x.dim() == 3 and (mask is None or mask.shape == x.shape[:2]) for x, mask in pairs):
+            return False
+        numbers = attention_mask_l is not None and attention_mask_l.is_floating_point()
+        return len(visual_feature) == len(lang_feature) and not numbers
+
     def lean_forward(
         self,
         visual_feature: Tensor,
@@ -54,8 +70,6 @@ class LeanFusion(LeanModule):
     ) -> tuple[Tensor, Tensor]:
         """Run the block on tokens of images (N, V, C) and of texts (N, T, C)."""
         bias = attention_mask_l
-        if bias is not None and bias.is_floating_point():  # it may need a gradient, which the operation lacks
-            return super(LeanModule, self).forward(visual_feature, lang_feature, attention_mask_v, bias)
         if bias is not None:  # as in the module's own code: for a mask of bools, the result is 1 everywhere
             bias = bias.masked_fill(bias == 0, -9e15)
         modules = dict(norm_v=self.layer_norm_v, norm_l=self.layer_norm_l)

@@ -20,6 +20,7 @@ class LeanMaskHead(LeanModule):
     The transposed convolution is a tenth of the head's work. The convolutions in front have adapters of their own.
     """
 
+    dims = 4
     samples = has_reference = False
     separable = shares_modules = True
     callers = ('get_targets', 'loss_and_target', 'predict_by_feat')

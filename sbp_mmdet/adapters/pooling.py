@@ -40,11 +40,12 @@ def _run_pool(form, pool, x, relu=False):
 class LeanMaxPool(LeanModule):
     """Max pooling that saves the place of each maximum in its window, in one byte."""
 
+    dims = 4
     samples = has_reference = False
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Pool a map (N, C, H, W)."""
-        return _run_pool(self.form, self, x) if x.dim() == 4 and x.numel() else super(LeanModule, self).forward(x)
+        return _run_pool(self.form, self, x) if x.numel() else super(LeanModule, self).forward(x)
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
@@ -79,7 +80,8 @@ class ConvPoolBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the layer on (N, C, H, W)."""
-        return _run_pool(form, self.pool, self._layer(form, x), relu=True)
+        x = self._layer(form, x)
+        return _run_pool(form, self.pool, x, relu=True) if x.dim() == 4 and x.numel() else self.pool(self.relu(x))
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -91,6 +93,7 @@ class ConvPoolBinding(Binding):
 class LeanVGG(LeanModule):
     """VGG backbone: convolutions, ReLUs and max pools. A ReLU in front of a max pool saves nothing."""
 
+    dims = 4
     samples = has_reference = False
     separable = hands_on = True
 

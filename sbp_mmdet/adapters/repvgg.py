@@ -52,6 +52,7 @@ class LeanRepVGGBlock(LeanModule):
     The 1x1 convolution takes a ninth of the work of the 3x3 convolution, so it is always recomputed.
     """
 
+    dims = 4
     checkpointed = True
     samples = has_reference = False
     separable = hands_on = True

@@ -22,6 +22,7 @@ __all__ = ['LeanBasicBlock', 'LeanBottle2neck', 'LeanBottleneck', 'LeanSplitAtte
 class _Convolutional(LeanModule):
     """Base class of adapters of modules that call convolutions, norms and activations one by one."""
 
+    dims = 4
     checkpointed = calls_layers = True
     samples = has_reference = False
     folds_frozen_norms = separable = hands_on = True

@@ -94,6 +94,7 @@ class LeanStage(LeanModule):
     Residual or CSP blocks in it run as chains. Other members run their own code, one by one.
     """
 
+    dims = 4
     samples = has_reference = False
     folds_frozen_norms = separable = hands_on = runs_blocks = True
 
@@ -122,7 +123,7 @@ class LeanStage(LeanModule):
             part = self.part(name)
             if inside:
                 inside -= 1
-            elif part is None or (isinstance(part, _CHAINS) and not x.numel()):
+            elif part is None or (isinstance(part, _CHAINS) and not (x.dim() == 4 and x.numel())):
                 x = module(x)
             else:
                 x = part(self.form, x)

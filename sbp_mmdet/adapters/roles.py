@@ -41,6 +41,10 @@ def _pads_zeros(conv):
     return f'its padding is {conv.padding!r}, and numbers are needed' if isinstance(conv.padding, str) else None
 
 
+def _pads_by_its_input_alone(conv):
+    return None if conv.padding in (0, (0, 0)) else f'its padding is {conv.padding!r}, beside that by the input'
+
+
 def _has_bias(module):
     return 'it has no bias' if module.bias is None else None
 
@@ -51,12 +55,14 @@ def _pads_zeros_and_has_bias(conv):
 
 def _is_pointwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
-    return None if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
+    return _pads_zeros(conv) if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
 
 
 def _is_patchwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
-    return None if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1) else 'it is no 2x2 convolution of stride 2'
+    return (
+        _pads_zeros(conv) if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1) else 'it is no 2x2 convolution of stride 2'
+    )
 
 
 def _normalises_channels(norm):
@@ -145,8 +151,8 @@ def _averages_without_padding(pool):
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
 ROLES: dict[str, dict[type | str, Check]] = {
-    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d, Conv2dAdaptivePadding), _pads_zeros)
-    | {EFFICIENTDETS_CONVOLUTION: any_setting},
+    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d), _pads_zeros)
+    | dict.fromkeys((Conv2dAdaptivePadding, EFFICIENTDETS_CONVOLUTION), _pads_by_its_input_alone),
     'norm of a map': dict.fromkeys(_NORMS, any_setting),
     'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _keeps_the_size),
     'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _is_pointwise),

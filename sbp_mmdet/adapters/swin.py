@@ -73,6 +73,7 @@ class WindowAttentionBinding(Binding):
 class LeanSwinBlock(LeanBlock):
     """Swin block: window attention with exact gradients, then the channel MLP, which is thinned."""
 
+    dims = 3
     rounds_up = True
     separable = True
     last = 'mlp'
@@ -111,6 +112,7 @@ def _find_stock(name):
 class _LeanPatchMerging(LeanModule):
     """Patch merging: layer norm and linear layer on 2x2 patches. A kept position is a kept patch (section 3.2.2)."""
 
+    dims = 3
     stock = _find_stock('PatchMerging')
 
     def parts(self):
@@ -136,6 +138,7 @@ class _LeanPatchMerging(LeanModule):
 class _LeanPatchEmbed(LeanModule):
     """Patch embedding: convolution and layer norm."""
 
+    dims = 4
     samples = False
     stock = _find_stock('PatchEmbed')
 

@@ -14,6 +14,7 @@ __all__ = ['LeanTransformerEncoderLayer', 'LeanViTBlock']
 class LeanViTBlock(LeanBlock):
     """ViT block of this package: attention, then the channel MLP; both are thinned."""
 
+    dims = 3
     stride = 16
     rounds_up = True
     from_end = True

@@ -68,6 +68,7 @@ class DecomposedAttentionBinding(Binding):
 class LeanViTDetBlock(LeanBlock):
     """ViTDet block: attention with exact gradients, then the channel MLP, which is thinned."""
 
+    dims = 4
     stride = 16
     from_end = True
     absent = ('downsample', 'attention')
@@ -106,6 +107,7 @@ class LeanViTDetBlock(LeanBlock):
 class LeanLN2d(LeanModule):
     """Layer norm of a map (N, C, H, W), which saves x-hat alone."""
 
+    dims = 4
     samples = has_reference = False
 
     def parts(self):

@@ -51,6 +51,8 @@ class _SumsInChunks(Mixin):
         given = [*targets, weight, avg_factor]
         constant = not any(isinstance(x, Tensor) and x.requires_grad for x in given)
         apart = all(_has_a_row_for_each(pred, x) for x in [*targets, *given[-2:-1]] if x is not None)
+        if isinstance(self, VarifocalLoss) and weight is not None:  # one of a dimension weighs classes there
+            apart = apart and weight.shape == pred.shape
         trains = torch.is_grad_enabled() and pred.requires_grad and pred.dim() == 2
         if not (trains and adds_up and constant and apart and len(pred) > rows):
             return super().forward(pred, target, weight, **options)

@@ -282,14 +282,15 @@ def _activate(s, t, z, u, statistics):
             return y, normed, None
     if act is None:
         return u, normed, None
-    if act.name in ('relu', 'relu6'):  # the derivative follows from the output, which the next layer needs
+    if act.name == 'relu':  # torch's own ReLU saves its output, too, which the next layer needs
         y = act(u, inplace=True)
-        # Rounding would move values over 6, where ReLU6's derivative jumps too.
-        active = keep(y, storage if act.name == 'relu' else 'native', positive=True)._replace(activation=act)
+        active = keep(y, storage, positive=True)._replace(activation=act)
         if active.values is y:
             return y, normed, active
     else:
         y = act(u)
+        # Rounding would move values over 6, where ReLU6's derivative jumps too.
+        storage = 'native' if act.name == 'relu6' else storage
         active = keep(u, storage, threshold=0 if act.jumps_at_zero else None)._replace(activation=act)
     hand_on(y, active)
     return y, normed, active

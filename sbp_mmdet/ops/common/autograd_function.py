@@ -290,6 +290,8 @@ class _Function(torch.autograd.Function):
                 output, saved = tensors.x.new_empty(1).expand_as(tensors.x), operation.save(settings, tensors, needs)
             else:
                 output, saved = operation.forward(settings, tensors, needs)
+        if output._is_view():  # autograd would refuse operations in place on it; this shares the count of its changes
+            output = output.detach()
         tensors_saved = []
         ctx.operation, ctx.settings, ctx.structure = operation, settings, take_tensors_out((saved,), tensors_saved)
         ctx.save_for_backward(*tensors_saved)
