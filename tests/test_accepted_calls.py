@@ -11,7 +11,7 @@ from mmcv.cnn.bricks.conv2d_adaptive_padding import Conv2dAdaptivePadding
 from mmcv.cnn.bricks.transformer import BaseTransformerLayer, MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
-from mmdet.models.backbones.swin import SwinTransformer
+from mmdet.models.backbones.swin import SwinBlock, SwinTransformer
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.layers import CSPLayer, ResLayer
 from mmdet.models.layers.se_layer import ChannelAttention, SELayer
@@ -23,7 +23,8 @@ from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
 from mmengine.logging import MMLogger
 from torch import nn
 
-from sbp_mmdet import apply_lean
+from sbp_mmdet import SBPConvNeXt, apply_lean
+from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.chunked_targets.dense_losses import losses_in_chunks
 
 
@@ -245,6 +246,29 @@ def test_dropout_in_place_behind_operations():
                            drop_path_rate=0.0)  # fmt: skip
     swin.drop_after_pos = nn.Dropout(0.1, inplace=True)
     assert_alike(*changed(swin), first, normal(1, 3, 44, 52))
+
+
+class Tokens(nn.Module):
+    """Backbone of the user's, of stock blocks that stand in attributes of its own names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (SwinBlock(8, 2, 8, window_size=3, shift=shift) for shift in (False, True))
+        self.stages = None
+
+    def forward(self, x):
+        return self.second(self.first(x, (5, 4)), (5, 4))
+
+
+def test_stock_blocks_in_a_backbone_of_ones_own():
+    plain, lean = changed(Tokens())
+    assert [name for name, m in lean.named_modules() if isinstance(m, LeanModule)] == ['first', 'second']
+    assert_alike(plain, lean, first, normal(2, 20, 8))
+    blocks = SBPConvNeXt(arch=dict(depths=[2], channels=[4]), out_indices=0, sbp_cfg=dict(preset='none')).stages[0]
+    plain, lean = changed(nn.ModuleDict(dict(first=blocks[0], second=blocks[1])))
+    assert isinstance(lean['second'], LeanModule)
+    call = lambda m, x: m['second'](m['first'](x))  # noqa: E731
+    assert_alike(plain, lean, call, normal(2, 4, 6, 6))
 
 
 SIZES = torch.tensor([[4, 4], [2, 2]])

@@ -36,10 +36,12 @@ class LeanConvNeXtBlock(LeanBlock):
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
         """See :meth:`.LeanBlock.others`."""
+        if not getattr(backbone, 'downsample_layers', None):  # a backbone of the user's, of stock blocks
+            return {}
         stem, *layers = backbone.downsample_layers
         others = {(i, 'downsample'): (layer, _LeanDownsample) for i, layer in enumerate(layers, 1)}
         others['stem',] = (stem, _LeanStem)
-        if not backbone.gap_before_final_norm:
+        if not getattr(backbone, 'gap_before_final_norm', True):
             others |= {(name,): (m, LeanLayerNorm) for name, m in backbone.named_children() if name.startswith('norm')}
         return others
 

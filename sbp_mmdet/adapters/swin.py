@@ -93,13 +93,15 @@ class LeanSwinBlock(LeanBlock):
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
         """See :meth:`.LeanBlock.others`."""
+        stages, embed = getattr(backbone, 'stages', None) or (), getattr(backbone, 'patch_embed', None)
+        halved = [getattr(stage, 'downsample', None) for stage in [*stages][:-1]]
         others = {
-            (i, 'downsample'): (stage.downsample, _LeanPatchMerging)
-            for i, stage in enumerate(backbone.stages[:-1], 1)
-            if stage.downsample and stage.downsample.norm
+            (i, 'downsample'): (merging, _LeanPatchMerging)
+            for i, merging in enumerate(halved, 1)
+            if getattr(merging, 'norm', None)
         }
-        if backbone.patch_embed.norm:
-            others['patch_embed',] = (backbone.patch_embed, _LeanPatchEmbed)
+        if getattr(embed, 'norm', None):
+            others['patch_embed',] = (embed, _LeanPatchEmbed)
         norms = {(name,): m for name, m in backbone.named_children() if name.startswith('norm')}
         return others | {key: (norm, LeanLayerNorm) for key, norm in norms.items()}
 
