@@ -25,6 +25,7 @@ from sbp_mmdet.plan.variants import NotApplicable, find_presets, load_config, pl
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
+pytestmark = pytest.mark.usefixtures('without_replay')
 THINNING = {'sbp', 'reference'}
 SMALL = dict(batch=2, height=96, width=100, boxes=4)
 
@@ -56,6 +57,33 @@ def atto():
     config.model.neck.in_channels = [8, 16, 32, 64]
     config.optim_wrapper.type = 'AmpOptimWrapper'
     return plain(config)
+
+
+@pytest.fixture(scope='module')
+def unchanged(atto):
+    """Return the counts of a step of ``atto`` without a preset."""
+    return measure_detector(with_variant(atto, 'none'), **SMALL)
+
+
+@pytest.fixture(scope='module')
+def proposals(atto):
+    """Return the part of ``atto`` that makes proposals, for tests of what its backbone stores."""
+    config = copy.deepcopy(atto)
+    config.model.type = 'RPN'
+    config.model.data_preprocessor.pad_mask = False
+    del config.model.roi_head
+    return config
+
+
+@pytest.fixture(scope='module')
+def stock():
+    """Return a config that is not ours, with narrow layers."""
+    config = plain(load_config(STOCK))
+    config.model.backbone.base_channels = 16
+    config.model.neck.in_channels = [64, 128, 256, 512]
+    config.model.roi_head.bbox_head.fc_out_channels = 64
+    config.model.train_cfg.rcnn.sampler.num = 64
+    return config
 
 
 def test_live_bytes():
@@ -144,10 +172,10 @@ def test_bitsandbytes_makes_these_states():
     assert state_bytes(bitsandbytes.optim.AdamW8bit) == EIGHT_BIT
 
 
-def test_static_memory_is_that_of_the_parameters(atto):
+def test_static_memory_is_that_of_the_parameters(atto, unchanged):
     parameters = list(MODELS.build(dict(atto.model, data_preprocessor=None)).parameters())
     numbers, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    row = measure_detector(with_variant(atto, 'none'), **SMALL)
+    row = unchanged
     assert 0 <= row['parameters'] - numbers * FLOAT < 1000  # and the mean and deviation of the pixels
     assert (row['gradients'], row['optimizer']) == (trained * FLOAT, 2 * trained * FLOAT)
     eight = measure_detector(with_variant(atto, 'none+adamw8bit'), **SMALL)
@@ -155,8 +183,8 @@ def test_static_memory_is_that_of_the_parameters(atto):
     assert (eight['saved'], eight['gradients']) == (row['saved'], row['gradients'])
 
 
-def test_parts_add_up(atto):
-    row = measure_detector(with_variant(atto, 'none'), **SMALL)
+def test_parts_add_up(unchanged):
+    row = unchanged
     assert set(row['saved']) - {'RoI', 'other'} == {
         *('stem', 'stage 1', 'stage 2', 'stage 3', 'stage 4', 'output norms'),
         *('neck', 'RPN', 'box heads', 'mask heads'),
@@ -165,23 +193,24 @@ def test_parts_add_up(atto):
     assert row['peak'] == max(row['peaks'].values()) == row['peaks'][row['peak_phase']]
 
 
-def test_the_preprocessor_pads_batches_itself(atto):
+def test_the_preprocessor_pads_batches_itself(proposals):
     """It pads to its divisor, although no transform of the pipeline does."""
-    config = copy.deepcopy(with_variant(atto, 'none'))
+    config = with_variant(proposals, 'none')
+    small, large = (measure_detector(config, **SMALL | size)['saved'] for size in ({}, dict(height=128, width=128)))
+    config = copy.deepcopy(config)
     config.model.data_preprocessor.pad_size_divisor = 64
-    padded, small = (measure_detector(c, **SMALL)['saved'] for c in (config, with_variant(atto, 'none')))
-    large = measure_detector(with_variant(atto, 'none'), **dict(SMALL, height=128, width=128))['saved']
+    padded = measure_detector(config, **SMALL)['saved']
     assert padded['stage 1'] == large['stage 1'] and padded['neck'] == large['neck'] != small['neck']
 
 
 @pytest.mark.parametrize('variant', ['none', 'with_cp', 'sbp', 'exact+cp-neck', 'int8+cp-heads+cp-rpn+cp-neck'])
-def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
+def test_without_arithmetic_the_bytes_are_the_same(atto, variant, monkeypatch):
     """Norms of neck and mask head are group norms; only lean layers compute their gradients in reduced precision."""
+    monkeypatch.setattr(skip_arithmetic, '_LARGE', 2**13)  # images are small here
     config = with_variant(atto, variant)
-    case = dict(SMALL, height=256, width=300)  # large enough that something is skipped
     found = []
     for compute in (False, True):
-        found.append(measure_detector(config, **case, compute=compute))
+        found.append(measure_detector(config, **SMALL, compute=compute))
     skipped, computed = found
     rois = 20_000  # a kernel that refuses bf16 keeps its boxes in fp32
     for part, nbytes in computed['saved'].items():
@@ -203,10 +232,10 @@ def test_without_arithmetic_the_bytes_are_the_same(atto, variant):
         ('SwinTransformer', dict(preset='exact', skip_dropped_images=True), (96, 100)),
     ],
 )
-def test_what_is_drawn_is_computed(atto, kind, keys, size, monkeypatch):
+def test_what_is_drawn_is_computed(proposals, kind, keys, size, monkeypatch):
     """Masks, and the images that stochastic depth drops, determine how many rows are stored."""
     monkeypatch.setattr(skip_arithmetic, '_LARGE', 2**13)  # by default, the first large maps have 1024 x 2048 pixels
-    config = copy.deepcopy(atto)
+    config = copy.deepcopy(proposals)
     if kind == 'SwinTransformer':
         config.model.backbone = ConfigDict(
             type=kind, embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratio=2
@@ -221,22 +250,22 @@ def test_what_is_drawn_is_computed(atto, kind, keys, size, monkeypatch):
         assert saved[0].get(part) == saved[1].get(part), part
 
 
-def test_images_that_are_left_out_are_not_stored(atto):
-    config = copy.deepcopy(atto)
+def test_images_that_are_left_out_are_not_stored(proposals):
+    config = copy.deepcopy(proposals)
     config.model.backbone.drop_path_rate = 0.6
     kept, left = (with_variant(config, 'exact', skip_dropped_images=skip) for skip in (False, True))
     kept, left = (measure_detector(config, **dict(SMALL, batch=4))['saved'] for config in (kept, left))
     assert left['stage 4'] < kept['stage 4']
 
 
-def test_more_boxes_need_more_and_presets_are_in_order(atto):
+def test_more_boxes_need_more_and_presets_are_in_order(atto, proposals):
     roomy = copy.deepcopy(atto)
     roomy.model.train_cfg.rcnn.sampler.num = 128  # of which a quarter may be positive
     few, many = (measure_detector(roomy, **dict(SMALL, boxes=n)) for n in (1, 12))
     assert many['saved']['mask heads'] > 1.5 * few['saved']['mask heads']
 
     def blocks(variant):
-        saved = measure_detector(with_variant(atto, variant), **SMALL)['saved']
+        saved = measure_detector(with_variant(proposals, variant), **SMALL)['saved']
         return sum(nbytes for part, nbytes in saved.items() if part.startswith('stage'))
 
     none, reference, exact, int8, paper = map(blocks, ('none', 'reference', 'exact', 'int8', 'sbp'))
@@ -244,7 +273,7 @@ def test_more_boxes_need_more_and_presets_are_in_order(atto):
 
 
 def test_the_piece_targets_is_what_a_preset_does_anyway(atto):
-    case = dict(batch=1, height=512, width=512, boxes=60)  # enough masks for the targets to be the peak
+    case = dict(batch=1, height=256, width=256, boxes=60)  # enough masks for the targets to be the peak
     none, pieces, exact, both = (
         measure_detector(with_variant(atto, variant), **case)
         for variant in ('none', 'none+targets', 'exact', 'exact+targets')
@@ -254,15 +283,13 @@ def test_the_piece_targets_is_what_a_preset_does_anyway(atto):
 
 
 @pytest.mark.slow
-def test_a_config_that_is_not_ours():
-    config = plain(load_config(STOCK))
-    config.model.roi_head.bbox_head.fc_out_channels = 64
-    rows = {name: measure_detector(with_variant(config, name), **SMALL) for name in ('none', 'with_cp', 'exact')}
+def test_a_config_that_is_not_ours(stock):
+    rows = {name: measure_detector(with_variant(stock, name), **SMALL) for name in ('none', 'with_cp', 'exact')}
     for name, share in (('with_cp', 0.6), ('exact', 0.8)):
         assert rows[name]['saved']['stage 3'] < share * rows['none']['saved']['stage 3']
     assert rows['none']['optimizer'] == rows['none']['gradients']  # SGD with momentum
     with pytest.raises(NotApplicable, match='adamw8bit: the optimizer is SGD'):
-        with_variant(config, 'none+adamw8bit')
+        with_variant(stock, 'none+adamw8bit')
 
 
 def test_plain_is_the_detector_without_this_package():
@@ -276,14 +303,13 @@ def test_plain_is_the_detector_without_this_package():
     assert plain(config).model.backbone.with_cp is False and config.model.backbone.with_cp is True
 
 
-def test_presets_that_apply_are_tried_on_the_model(atto):
+def test_presets_that_apply_are_tried_on_the_model(atto, stock):
     """The model's classes, hooks and parameters are unchanged afterwards."""
 
     def look(model):
         modules = [(n, type(m), len(m._forward_pre_hooks), '_lean' in vars(m)) for n, m in model.named_modules()]
         return modules, [(n, p.shape, p.requires_grad) for n, p in model.named_parameters()]
 
-    stock = plain(load_config(STOCK))
     for config, thinned in ((atto, True), (stock, False)):
         model, _ = build_detector(config, 'cpu')
         before = look(model)
