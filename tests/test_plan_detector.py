@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import CONFIGS
 from mmcv.ops import nms, roi_align
-from mmdet.models.task_modules.assigners import DynamicSoftLabelAssigner, MaxIoUAssigner
+from mmdet.models.task_modules.assigners import MaxIoUAssigner
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.logging import MessageHub
@@ -16,7 +16,7 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from sbp_mmdet.plan import skip_arithmetic
-from sbp_mmdet.plan.batch import as_if_trained, at_the_first_step, build_batch
+from sbp_mmdet.plan.batch import at_the_first_step, build_batch
 from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_detector
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
@@ -342,17 +342,6 @@ def test_bad_input_is_named(atto, tmp_path):
             measure_detector(atto, **{**SMALL, **case})
 
 
-def test_a_trained_head_assigns_eight_predictions_to_a_box():
-    """An untrained head, whose predictions overlap no box, assigns one."""
-    cost = torch.rand(100, 5) + 10 * (torch.arange(100)[:, None] // 20 != torch.arange(5))
-    head = nn.Module()
-    head.assigner = DynamicSoftLabelAssigner()
-    for number in (1, 8):
-        assigned = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
-        assert assigned[1].bincount(minlength=5).tolist() == [number] * 5
-        as_if_trained(head)
-
-
 def test_what_is_assigned_on_the_cpu_is_not_the_devices():
     gt = InstanceData(bboxes=torch.rand(20, 4).cumsum(1), labels=torch.zeros(20, dtype=torch.long))
     priors = InstanceData(priors=torch.rand(5000, 4).cumsum(1))
@@ -404,17 +393,3 @@ def test_kernels_that_refuse_reduced_precision_on_a_cpu():
     torch.testing.assert_close(*gradients, rtol=0.05, atol=0.05)
     # In bf16, without what was made in fp32 on the way: output, square's input, two gradients, the boxes.
     assert counter.peak < 4 * (4 * 7 * 7 * 2 * FLOAT) + 4 * 16 * 16 * 2 + 1000
-
-
-def test_the_batch_is_what_the_pipeline_gives():
-    data = build_batch(2, 90, 120, 30, 4, with_masks=True)
-    assert [image.shape for image in data['inputs']] == [(3, 90, 120)] * 2
-    for sample in data['data_samples']:
-        boxes, masks = sample.gt_instances.bboxes.tensor, sample.gt_instances.masks
-        assert len(boxes) == 30 and masks.masks.shape == (30, 90, 120)
-        assert (boxes[:, :2] >= 0).all() and (boxes[:, 2] <= 120).all() and (boxes[:, 3] <= 90).all()
-        area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-        assert area.max() > 20 * area.min()
-        assert masks.areas == pytest.approx(area.numpy() * torch.pi / 4, rel=0.3, abs=8)
-        assert 0 <= sample.gt_instances.labels.min() and sample.gt_instances.labels.max() < 4
-        assert {'img_shape', 'pad_shape', 'ori_shape', 'scale_factor', 'img_id'} <= set(sample.metainfo_keys())
