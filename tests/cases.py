@@ -6,6 +6,7 @@ The oracle is the plain model of the same weights. By hand, its blocks send grad
 
 import contextlib
 import copy
+import functools
 from unittest import mock
 
 import pytest
@@ -138,6 +139,29 @@ def build(family: str, sbp_cfg: dict | None = None, *, dtype=torch.float64, seed
             p.copy_(noise / p[0].numel() ** 0.5 if wide else 0.6 + 0.2 * noise)
     model.train()  # mmdet's returns None
     return model.to(DEVICE)
+
+
+@functools.cache
+def run_plain(family: str, size: tuple, **options) -> tuple:
+    """Return the outputs of the plain model on random images, and the state of the random numbers after it."""
+    model = build(family, **options)
+    torch.manual_seed(3)
+    return model(random_images(*size)), torch.get_rng_state()
+
+
+@functools.cache
+def compute_plain_gradients(family: str, size: tuple, **options) -> dict:
+    """Return the gradients of the step of :func:`run_plain`."""
+    model = build(family, **options)
+    torch.manual_seed(3)
+    return compute_gradients(model, random_images(*size))
+
+
+@functools.cache
+def compute_smooth_gradients(family: str) -> tuple:
+    """Return smooth images, as photographs are, and the gradients of the plain model."""
+    x = F.interpolate(random_images(2, 8, 12), (64, 96), mode='bicubic')
+    return x, compute_gradients(build(family), x)
 
 
 def get_draws(model: nn.Module):

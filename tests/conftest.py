@@ -16,6 +16,7 @@ from mmengine.logging import MessageHub, MMLogger
 from oracles import DEVICE, move_to_device
 
 from sbp_mmdet.ops.common.autograd_function import Operation
+from sbp_mmdet.plan import detector
 from sbp_mmdet.plan.cuda_rules import full_fp32
 from sbp_mmdet.verify.first_pass import verification_off
 
@@ -100,6 +101,12 @@ def unverified(request):
     """Disable verification, unless the test file sets ``VERIFIES = True``."""
     with contextlib.nullcontext() if getattr(request.module, 'VERIFIES', False) else verification_off():
         yield
+
+
+@pytest.fixture
+def without_replay(monkeypatch):
+    """Count steps without the replay in the caching allocator, a third of the time, where no test reads its results."""
+    monkeypatch.setattr(detector, 'reserved_bytes', lambda *args: {})
 
 
 @pytest.fixture

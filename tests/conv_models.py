@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mmdet
 import torch
+from mmdet.models.backbones import Darknet, ResNet
 from mmdet.registry import MODELS
 from mmdet.testing import demo_mm_inputs
 from mmengine.config import Config
@@ -30,6 +31,9 @@ DCN = dict(
     dcn=dict(type='DCNv2', deform_groups=1, fallback_on_stride=False), stage_with_dcn=(False, False, False, True)
 )
 
+# Darknet-53 has five stages of up to eight blocks and 1024 channels.
+Darknet.arch_settings = Darknet.arch_settings | {9: ((1, 3), ((32, 64), (64, 64)))}
+
 # Config of each backbone, and the largest ratios of stored bytes to plain (in fp64) that `exact` and `int8` may have.
 BACKBONES = {
     'ResNet-18, training': (dict(type='ResNet', depth=18, base_channels=8, norm_eval=False), 0.75, 0.35),
@@ -45,7 +49,7 @@ BACKBONES = {
     'CSPNeXt': (dict(type='CSPNeXt', deepen_factor=0.167, widen_factor=0.125), 0.5, 0.25),
     'CSPNeXt, GN': (dict(type='CSPNeXt', deepen_factor=0.167, widen_factor=0.125, norm_cfg=GN), 0.5, 0.25),
     'CSPDarknet': (dict(type='CSPDarknet', deepen_factor=0.33, widen_factor=0.125), 0.4, 0.15),
-    'Darknet': (dict(type='Darknet', depth=53, norm_eval=False), 0.5, 0.15),
+    'Darknet': (dict(type='Darknet', depth=9, out_indices=(1, 2), norm_eval=False), 0.5, 0.15),
     'EfficientNet': (dict(type='EfficientNet', arch='b0', drop_path_rate=0.0), 0.55, 0.2),
     'plugins': (dict(type='ResNet', depth=50, base_channels=8, plugins=[CONTEXT]), 0.7, 0.55),
     'deformable': (dict(type='ResNet', depth=50, base_channels=8, **DCN), 0.6, 0.35),
@@ -66,9 +70,16 @@ def randomize_norms(model):
 
 
 def build_module(cfg):
-    """Build a module of mmdet in the state of :func:`randomize_norms`."""
+    """Build a module of mmdet in the state of :func:`randomize_norms`.
+
+    Of a ResNet's stages, the first keeps three blocks at most and the others two: the first block, which changes the
+    number of channels or the size, one behind it, and in one stage, one in the middle.
+    """
     init_default_scope('mmdet')
-    return randomize_norms(MODELS.build(copy.deepcopy(cfg)))
+    model = MODELS.build(copy.deepcopy(cfg))
+    for number, name in enumerate(model.res_layers if isinstance(model, ResNet) else ()):
+        del getattr(model, name)[2 if number else 3 :]
+    return randomize_norms(model)
 
 
 def run_step(model, *inputs, **options):

@@ -43,6 +43,7 @@ class Detector(nn.Module):
         init_default_scope('mmdet')
         outs = dict(num_stages=2, strides=(1, 2), dilations=(1, 1), out_indices=(0, 1), frozen_stages=0)
         self.backbone = MODELS.build(dict(type='ResNet', depth=depth, base_channels=8, **outs))
+        del self.backbone.layer1[1:], self.backbone.layer2[3:]  # a block alone, and a chain of two or three
         wide = 4 if depth == 50 else 1
         self.neck = MODELS.build(dict(type='FPN', in_channels=[8 * wide, 16 * wide], out_channels=16, num_outs=2))
         head = dict(type='ATSSHead', num_classes=2, in_channels=16, feat_channels=16, stacked_convs=1)

@@ -3,6 +3,7 @@ GPU.
 """
 
 import copy
+import functools
 
 import conv_models as conv
 import pytest
@@ -76,6 +77,30 @@ def run_step(module, inputs, dtype):
     return [torch.cat([x.detach().double().flatten() for x in found]) for found in (grads, outs)]
 
 
+def build_on_device(name, seed):
+    """Return the module and its inputs on the device of the tests."""
+    module, inputs = build_with_inputs(name, seed)
+    inputs = {key: x.detach().to(DEVICE) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+    return module.to(DEVICE), inputs
+
+
+@functools.cache
+def compute_truth(name, seed):
+    """Return the result of the plain module in fp64, and the masks that it attended to."""
+    module, inputs = build_on_device(name, seed)
+    exact = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
+    truth = run_step(module.double(), exact, None)
+    return truth, getattr(module, 'masks', [])
+
+
+@functools.cache
+def run_plain(name, seed, dtype):
+    """Return the result of the plain module under autocast."""
+    module, inputs = build_on_device(name, seed)
+    _, module.masks = compute_truth(name, seed)
+    return run_step(module, inputs, dtype)
+
+
 @pytest.mark.parametrize(
     ('name', 'preset', 'precision'),
     [pytest.param(*case, marks=needs_fp16 if case[2] == 'fp16' else ()) for case in CASES],
@@ -89,15 +114,10 @@ def test_gradients(name, preset, precision):
     dtype = DTYPES[precision]
     errors = []  # of gradients and outputs; lean, plain, size
     for seed in range(3):
-        plain, inputs = build_with_inputs(name, seed)
-        plain.to(DEVICE)
-        inputs = {key: x.detach().to(DEVICE) if isinstance(x, Tensor) else x for key, x in inputs.items()}
-        lean, double = copy.deepcopy(plain), copy.deepcopy(plain).double()
+        lean, inputs = build_on_device(name, seed)
         apply_lean(lean, preset)
-        exact = {key: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in inputs.items()}
-        truth = run_step(double, exact, None)
-        lean.masks = plain.masks = getattr(double, 'masks', [])
-        every = run_step(lean, inputs, dtype), run_step(plain, inputs, dtype), truth
+        truth, lean.masks = compute_truth(name, seed)
+        every = run_step(lean, inputs, dtype), run_plain(name, seed, dtype), truth
         several = [torch.stack([f - t, r - t, t]).norm(dim=1).cpu() for f, r, t in zip(*every, strict=True)]
         errors.append(torch.stack(several))
     if name in (*BACKBONES, 'deformable decoder'):  # ReLUs turn over, and places get into another cell

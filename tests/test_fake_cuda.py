@@ -2,13 +2,25 @@
 
 import pytest
 import torch
-from cases import FAMILIES, OWN, build
+from cases import FAMILIES, OWN, VIT, build
 from fake_cuda import backward, move_to_gpu, simulate_gpu, unset_fake_temporarily
 
 from sbp_mmdet.presets import PRESETS
 
 PRECISIONS = {'fp32': None, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 LAYOUTS = {'nchw': torch.contiguous_format, 'nhwc': torch.channels_last}
+
+
+# As few blocks as a preset can treat in each way: thinned and exact ones, and downsampling layers of both kinds.
+_CONVNEXT = dict(arch=dict(depths=[1, 1, 1], channels=[8, 12, 16]), out_indices=[0, 1, 2])
+_SWIN = dict(depths=(2, 1, 1), num_heads=(1, 2, 2), strides=(4, 2, 2), out_indices=(0, 1, 2))
+SIZES = {
+    'SBPConvNeXt': _CONVNEXT,
+    'stock ConvNeXt': _CONVNEXT,
+    'SBPSwinTransformer': _SWIN,
+    'stock Swin': _SWIN,
+    'SBPViT': dict(arch=VIT['arch'] | dict(num_layers=2)),
+}
 
 
 @pytest.fixture(scope='module')
@@ -19,7 +31,7 @@ def mode():
 
 def on_gpu(mode, family, sbp_cfg, **options):
     with unset_fake_temporarily():
-        model = build(family, sbp_cfg, dtype=torch.float32, **options)
+        model = build(family, sbp_cfg, dtype=torch.float32, **SIZES.get(family, {}), **options)
     move_to_gpu(mode, model)
     return model
 

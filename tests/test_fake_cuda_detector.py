@@ -45,8 +45,10 @@ def build_detector(hooks):
     """Return mmdet's Mask R-CNN with a small ConvNeXt, changed by a config's hooks."""
     init_default_scope('mmdet')
     config = Config.fromfile(Path(mmdet.__file__).parent / '.mim/configs/_base_/models/mask-rcnn_r50_fpn.py').model
-    config.backbone = dict(type='SBPConvNeXt', drop_path_rate=0.5, **CONVNEXT)
-    config.neck.in_channels = CONVNEXT['arch']['channels']
+    arch = dict(depths=[1, 1, 1, 1], channels=[8, 12, 16, 20])
+    config.backbone = dict(type='SBPConvNeXt', drop_path_rate=0.5, **CONVNEXT | dict(arch=arch))
+    config.neck.in_channels = arch['channels']
+    config.roi_head.mask_head.num_convs, config.roi_head.bbox_head.fc_out_channels = 1, 64
     model = MODELS.build(config).train()
     for hook in model_hooks(hooks):
         hook.apply(model)
@@ -56,8 +58,9 @@ def build_detector(hooks):
 def compute_losses(model, images, rois):
     """Compute the losses of all networks with given targets."""
     maps = model.extract_feat(images)
-    found = [F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()) for s in model.rpn_head(maps)[0]]
-    found += [F.l1_loss(deltas, torch.zeros_like(deltas)) for deltas in model.rpn_head(maps)[1]]
+    scores, boxes = model.rpn_head(maps)
+    found = [F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()) for s in scores]
+    found += [F.l1_loss(deltas, torch.zeros_like(deltas)) for deltas in boxes]
     head = model.roi_head
     for boxes, extractor in ((True, head.bbox_roi_extractor), (False, head.mask_roi_extractor)):
         regions = sum(layer(level, rois) for layer, level in zip(extractor.roi_layers, maps, strict=False))

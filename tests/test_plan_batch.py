@@ -1,13 +1,14 @@
-"""What an untrained detector is made to find: proposals near the ground truth, in the kind of boxes of its RPN."""
+"""Batches, and what an untrained detector is made to find: proposals near the ground truth, of its RPN's boxes."""
 
 import pytest
 import torch
+from mmdet.models.task_modules.assigners import DynamicSoftLabelAssigner
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes, register_box, register_box_converter
 from mmengine.structures import InstanceData
 from torch import nn
 
-from sbp_mmdet.plan.batch import as_if_trained, while_as_if_trained
+from sbp_mmdet.plan.batch import as_if_trained, build_batch, while_as_if_trained
 
 HEIGHT, WIDTH, NUMBER = 200, 300, 100
 
@@ -85,3 +86,28 @@ def test_a_detector_without_rpn_is_left_alone():
     before = dict(vars(detector))
     as_if_trained(detector)
     assert vars(detector) == before
+
+
+def test_a_trained_head_assigns_eight_predictions_to_a_box():
+    """An untrained head, whose predictions overlap no box, assigns one."""
+    cost = torch.rand(100, 5) + 10 * (torch.arange(100)[:, None] // 20 != torch.arange(5))
+    head = nn.Module()
+    head.assigner = DynamicSoftLabelAssigner()
+    for number in (1, 8):
+        assigned = head.assigner.dynamic_k_matching(cost, torch.zeros(100, 5), 5, torch.ones(100, dtype=torch.bool))
+        assert assigned[1].bincount(minlength=5).tolist() == [number] * 5
+        as_if_trained(head)
+
+
+def test_the_batch_is_what_the_pipeline_gives():
+    data = build_batch(2, 90, 120, 30, 4, with_masks=True)
+    assert [image.shape for image in data['inputs']] == [(3, 90, 120)] * 2
+    for sample in data['data_samples']:
+        boxes, masks = sample.gt_instances.bboxes.tensor, sample.gt_instances.masks
+        assert len(boxes) == 30 and masks.masks.shape == (30, 90, 120)
+        assert (boxes[:, :2] >= 0).all() and (boxes[:, 2] <= 120).all() and (boxes[:, 3] <= 90).all()
+        area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+        assert area.max() > 20 * area.min()
+        assert masks.areas == pytest.approx(area.numpy() * torch.pi / 4, rel=0.3, abs=8)
+        assert 0 <= sample.gt_instances.labels.min() and sample.gt_instances.labels.max() < 4
+        assert {'img_shape', 'pad_shape', 'ori_shape', 'scale_factor', 'img_id'} <= set(sample.metainfo_keys())

@@ -23,6 +23,7 @@ from sbp_mmdet.plan.variants import is_plain, load_config, own_gradients, plain
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 CASE = dict(batch=1, height=64, width=64, boxes=2)
+pytestmark = pytest.mark.usefixtures('without_replay')
 
 
 @MODELS.register_module(force=True)
@@ -41,7 +42,8 @@ class WithTeacher(RetinaNet):
 def retina():
     config = plain(load_config(RETINA))
     config.model.backbone.update(depth=18, base_channels=8, init_cfg=None)
-    config.model.neck.in_channels = [8, 16, 32, 64]
+    config.model.neck.update(in_channels=[8, 16, 32, 64], out_channels=16)
+    config.model.bbox_head.update(in_channels=16, feat_channels=16, stacked_convs=1)
     return config
 
 

@@ -76,7 +76,7 @@ def test_as_large_as_those_of_the_loader(name, tmp_path):
         config.train_dataloader[key] = value
     init_default_scope('mmdet')
     loader, real, epoch = Runner.build_dataloader(config.train_dataloader, seed=7), set(), 0
-    while epoch < 60:
+    while epoch < (60 if name == 'at random' else 3):  # in a fixed order, all epochs have the same batches
         getattr(loader.batch_sampler, 'sampler', loader.sampler).set_epoch(epoch) if name == 'at random' else None
         for number, data in enumerate(loader):
             shapes = np.array([image.shape[-2:] for image in data['inputs']])

@@ -15,8 +15,11 @@ from cases import (
     build_oracle,
     compute_expected_gradients,
     compute_lean_and_expected,
+    compute_plain_gradients,
+    compute_smooth_gradients,
     count_model_bytes,
     get_draws,
+    run_plain,
 )
 from helpers import needs_fp16
 from mmengine.model import ExponentialMovingAverage
@@ -71,25 +74,21 @@ def cosine_similarity(actual, expected):
 @pytest.mark.parametrize('size', [SMALL, ODD], ids=['even', 'odd'])
 def test_values_are_the_plain_ones(family, preset, size):
     """In training, random numbers for stochastic depth are the same, because masks draw none of them."""
-    x, outs = random_images(*size), []
-    for cfg in (None, draw_as_plain(preset)):
-        model = build(family, cfg, **DEPTH)
-        torch.manual_seed(3)
-        outs.append((model(x), torch.get_rng_state()))
-    for actual, expected in zip(outs[1][0], outs[0][0], strict=True):
+    plain_outs, plain_state = run_plain(family, size, **DEPTH)
+    model = build(family, draw_as_plain(preset), **DEPTH)
+    torch.manual_seed(3)
+    outs, state = model(random_images(*size)), torch.get_rng_state()
+    for actual, expected in zip(outs, plain_outs, strict=True):
         assert actual.requires_grad and relative_error(actual, expected) < 1e-12
-    assert torch.equal(outs[0][1], outs[1][1])
+    assert torch.equal(state, plain_state)
 
 
 @EACH_FAMILY
 @pytest.mark.parametrize('preset', [name for name, preset in PRESETS.items() if preset.gradients == 'exact'])
 def test_exact_gradients_are_the_plain_ones(family, preset):
-    gradients, x = [], random_images(*ODD)
-    for cfg in (None, draw_as_plain(preset)):
-        model = build(family, cfg, **DEPTH)
-        torch.manual_seed(3)
-        gradients.append(compute_gradients(model, x))
-    assert_near(gradients[1], gradients[0], 1e-10)
+    model = build(family, draw_as_plain(preset), **DEPTH)
+    torch.manual_seed(3)
+    assert_near(compute_gradients(model, random_images(*ODD)), compute_plain_gradients(family, ODD, **DEPTH), 1e-10)
 
 
 @EACH_FAMILY
@@ -114,8 +113,8 @@ def test_keys_of_the_definition(family, cfg):
 @pytest.mark.parametrize('preset', THIN)
 def test_thinned_gradients_differ_from_the_plain_ones(family, preset):
     """The tests above would be meaningless if masks had no effect."""
-    x = F.interpolate(random_images(2, 8, 12), (64, 96), mode='bicubic')  # smooth, as photographs are
-    plain, gradients = compute_gradients(build(family), x), compute_gradients(build(family, dict(preset=preset)), x)
+    x, plain = compute_smooth_gradients(family)
+    gradients = compute_gradients(build(family, dict(preset=preset)), x)
     assert relative_error(gradients['image'], plain['image']) > 0.01
 
 

@@ -43,7 +43,7 @@ def no_calls_yet():
     CALLS.clear()
 
 
-PLUGIN = dict(cfg=dict(type='ContextBlock', ratio=1 / 4), stages=(False, True, True, True), position='after_conv2')
+PLUGIN = dict(cfg=dict(type='ContextBlock', ratio=1 / 4), stages=(False, True), position='after_conv2')
 
 
 @pytest.fixture(autouse=True, scope='module')

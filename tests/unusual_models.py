@@ -160,12 +160,18 @@ def random_images(size=64):
     return torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def build_resnet(depth=50, **options):
-    return randomize_norms(ResNet(depth, base_channels=8, norm_eval=False, **options))
+TWO_STAGES = dict(num_stages=2, strides=(1, 2), dilations=(1, 1), out_indices=(0, 1))
+
+
+def build_resnet(**options):
+    """Return the first two stages of a ResNet-50, with two and three bottlenecks."""
+    model = ResNet(50, base_channels=8, norm_eval=False, **TWO_STAGES, **options)
+    del model.layer1[2:], model.layer2[3:]
+    return randomize_norms(model)
 
 
 def deep():
-    return randomize_norms(Deep(depth=18, stem_channels=8, base_channels=8))
+    return randomize_norms(Deep(depth=18, stem_channels=8, base_channels=8, **TWO_STAGES))
 
 
 def conv_module(**options):
@@ -232,8 +238,9 @@ def deformable():
 
 
 MODELS = {
-    'Swin': lambda: build('stock Swin'),
-    'ConvNeXt': lambda: build('stock ConvNeXt'),
+    # Two stages have all operations: downsampling, and of Swin, blocks with and without shifted windows.
+    'Swin': lambda: build('stock Swin', depths=(1, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1)),
+    'ConvNeXt': lambda: build('stock ConvNeXt', arch=dict(depths=[1, 2], channels=[8, 12]), out_indices=[0, 1]),
     'ViT': lambda: build('SBPViT'),
     'ViT of mmpretrain': lambda: build('stock ViT'),
     'ResNet': build_resnet,

@@ -20,11 +20,18 @@ from sbp_mmdet.adapters import LeanModule
 
 
 def resnet(depth=18, **options):
+    """Return a ResNet of a stage with one block and a stage with two or three, of which the first halves the map."""
     torch.manual_seed(1)
     stages = dict(num_stages=2, strides=(1, 2), dilations=(1, 1), out_indices=(0, 1))
     model = ResNet(depth, base_channels=8, **stages, **options)
+    del model.layer1[1:], model.layer2[3:]
     model.train()
     return model
+
+
+# As few blocks as have all operations: a downsampling layer and, of Swin, a block with shifted windows.
+CONVNEXT = dict(arch=dict(depths=[1, 1], channels=[8, 12]), out_indices=[0, 1])
+SWIN = dict(depths=(1, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1))
 
 
 def encoder(dropout=0.0):
@@ -145,9 +152,9 @@ def shrink_variances(model):
 
 
 MODELS = {
-    'ConvNeXt': lambda: build('stock ConvNeXt'),
+    'ConvNeXt': lambda: build('stock ConvNeXt', **CONVNEXT),
     'ConvNeXt V2': lambda: build('stock ConvNeXt', use_grn=True, layer_scale_init_value=0.0),
-    'Swin': lambda: build('stock Swin'),
+    'Swin': lambda: build('stock Swin', **SWIN),
     'ViT': lambda: build('stock ViT'),
     'ViTDet': lambda: OnTokens(Blocks(Block(drop_path=0.0, window=3, size=(8, 8))), as_map=True),
     'ResNet': resnet,
