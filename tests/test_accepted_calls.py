@@ -45,17 +45,19 @@ def flat(value):
 
 
 def run(model, call, *inputs):
-    """Return outputs and gradients of a step with random weights of the outputs, or the error of the forward pass."""
+    """Return outputs and gradients of a step with random weights of the outputs, or the class of its error."""
     inputs = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     torch.manual_seed(1)
     try:
         outs = flat(call(model, *inputs))
+        generator = torch.Generator().manual_seed(2)
+        weights = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outs]
+        sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True)).backward()
     except Exception as error:
         return type(error)
-    generator = torch.Generator().manual_seed(2)
-    loss = sum((out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum() for out in outs)
-    loss.backward()
     given = [x.grad for x in inputs] + [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
     return [out.detach() for out in outs], given
 
 

@@ -28,6 +28,8 @@ class LeanChannelAttention(LeanModule):
         mean = self.global_avgpool(x) if 'global_avgpool' in own else x.mean((2, 3), keepdim=True)
         layers = ('conv1', 'conv2') if 'conv1' in own else ('fc', 'activate' if 'activate' in own else 'act')
         gate = own[layers[1]](own[layers[0]](mean))
+        if gate.shape != (*x.shape[:2], 1, 1):  # of convolutions that the user has changed
+            return x * gate
         return gate_channels(GateSettings(self.form), GateTensors(x, gate))
 
 

@@ -132,7 +132,8 @@ def _output_indices(vgg):
     """Return the indices of the layers whose outputs are outputs of the backbone."""
     if isinstance(vgg, SSDVGG):
         return set(vgg.out_feature_indices)
-    return {vgg.range_sub_modules[i][1] - 1 for i in vgg.out_indices}
+    ends = [end for _, end in vgg.range_sub_modules]
+    return {end - 1 for i, end in enumerate(ends) if i in vgg.out_indices}
 
 
 def _layer(layers, i, ends):
