@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -205,7 +206,7 @@ def test_images_without_boxes_have_none(planning, capsys, monkeypatch):
     [
         ((64, 64), (64, 64), ''),
         ((32, 64), (64, 64), '; the median is 32 x 64'),
-        ((32, 64), (32, 64), '; the median is 32 x 64'),
+        ((32, 64), (64, 32), '; the median is 32 x 64'),
         ((32, 64), (48, 64), '; one batch in 1,000 reaches 48 x 64, the median is 32 x 64'),
     ],
 )
@@ -227,6 +228,16 @@ def test_a_missing_budget_is_said_before_the_config_is_read(monkeypatch, capsys)
         command.main(['rehearse', FRCNN, '--budget', 'lots'])
     first, second = capsys.readouterr().err.splitlines()
     assert 'this machine has no GPU' in first and "budget 'lots' cannot be read" in second
+
+
+def test_warnings_that_nobody_can_act_upon_are_not_shown(planning, monkeypatch, recwarn):
+    def measure(*args, **kwargs):
+        warnings.warn('Default ``avg_non_ignore`` is False, if you would like to ignore', stacklevel=1)
+        return _count_of_variant(GB, 0)
+
+    monkeypatch.setattr(counts, 'measure_detector', measure)
+    command.main(['plan', FRCNN, '--budget', '8GiB', '--size', '64x64', '--boxes', '1'])
+    assert not [one for one in recwarn if 'avg_non_ignore' in str(one.message)]
 
 
 def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
@@ -254,7 +265,7 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     page = capsys.readouterr().out
     assert 'fits into 8.00 GiB with exact. Train with this config:\n\n_base_ = ' in page and "preset='sbp'" not in page
     assert '2 images of 800 x 1333 with 60 boxes each (size: of the pipeline; sizes of images: COCO' in page
-    assert 'one batch in 1,000 reaches' in page and 'the median is 800 x 1' in page
+    assert '; boxes: of a crowded batch of COCO; the median is 800 x 1' in page and '1,000' not in page
     # A step may drop no image.
     assert dict(type='LeanHook', preset='exact', skip_dropped_images=False) in planning.hooks[2]
     given = ['--batch', '2', '--size', '800x1333', '--boxes', '60']  # otherwise each call would run the pipeline

@@ -95,8 +95,9 @@ def _describe_usual(inputs):
     if not inputs.usual:
         return ''
     rare, middle = (f'{height} x {width}' for height, width in (inputs.rare, inputs.usual))
-    if inputs.rare in (inputs.usual, (inputs.height, inputs.width)):
-        return '' if inputs.usual == (inputs.height, inputs.width) else f'; the median is {middle}'
+    largest, often, seldom = map(sorted, ((inputs.height, inputs.width), inputs.usual, inputs.rare))
+    if seldom in (often, largest):  # an upright image takes as much as a lying one
+        return '' if often == largest else f'; the median is {middle}'
     return f'; one batch in 1,000 reaches {rare}, the median is {middle}'
 
 

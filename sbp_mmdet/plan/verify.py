@@ -8,8 +8,8 @@ from mmengine.config import Config
 
 from ..apply import apply_settings
 from ..presets import PRESETS, Settings
-from ..verify.checks import Findings
 from ..verify.dry_run import NoUpdate
+from ..verify.findings import Findings
 from ..verify.first_pass import verify_changed
 from .batch import at_the_first_step
 from .config_checks import add_config, refuse_uncounted_models
