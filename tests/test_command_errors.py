@@ -232,6 +232,12 @@ def test_where_the_data_are_not_there_a_size_will_do(project, tmp_path, capsys):
     assert line_of(capsys, 'plan', path, *PLAN).endswith(REMEDY)
 
 
+def test_where_a_package_is_missing_a_size_will_do(project, capsys, monkeypatch):
+    monkeypatch.setattr('mmdet.datasets.transforms.transforms.albumentations', None)
+    said = line_of(capsys, 'plan', project([dict(type='Albu', transforms=[])]), *PLAN)
+    assert 'RuntimeError: albumentations is not installed' in said and said.endswith(REMEDY)
+
+
 def test_classes_that_the_file_does_not_have(project, tmp_path, capsys):
     path = project(
         line="train_dataloader['dataset'].update(metainfo=dict(classes=('cup', 'plate')), filter_cfg=dict("
@@ -255,6 +261,7 @@ def test_models_of_other_batches_are_not_counted(verb, path, what, capsys):
 # --- quotations ----------------------------------------------------------------------------------------------------
 
 
+@MODELS.register_module(force=True)
 class InModel(nn.Module):
     """A module whose operation fails."""
 
@@ -323,12 +330,13 @@ GREY = [dict(type='LoadImageFromFile', color_type='grayscale'), LOAD[1]]
         (dict(bgr_to_rgb=True), {}, 4, None),  # it takes the first three
         (dict(), {}, 4, 'in_channels=3, but the images have 4 channels'),
         (dict(type='PreprocessorOfMyOwn'), {}, 1, None),
+        (dict(), dict(type='InModel', in_channels=64), 3, None),  # of the user's own, so nothing is known
     ],
 )
 def test_channels(preprocessor, backbone, channels, said):
     model = dict(
         data_preprocessor=dict(dict(type='DetDataPreprocessor'), **preprocessor),
-        backbone=dict(type='ResNet', depth=18, **backbone),
+        backbone=dict(dict(type='ResNet', depth=18), **backbone),
     )
     for config in (
         Config(dict(model=model)),

@@ -10,7 +10,7 @@ from .transforms import innermost_of, name_of, transforms_of
 
 __all__ = ['find_channel_mismatch', 'loaded_channels']
 
-_OF_LIBRARIES = ('mmcv', 'mmdet', 'mmengine')
+_OF_LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpretrain', 'sbp_mmdet')
 
 
 def loaded_channels(config: Config) -> int | None:
@@ -25,7 +25,7 @@ def loaded_channels(config: Config) -> int | None:
     """
     steps = [*innermost_of(transforms_of((config.get('train_dataloader') or {}).get('dataset')))]
     kinds = [TRANSFORMS.get(step['type']) if isinstance(step['type'], str) else step['type'] for step in steps]
-    known = all(getattr(kind, '__module__', '').partition('.')[0] in _OF_LIBRARIES for kind in kinds)
+    known = all(map(_is_of_libraries, kinds))
     grey = [step.get('color_type') == 'grayscale' for step in steps if name_of(step).startswith('LoadImage')]
     return 1 if grey and all(grey) and known else None
 
@@ -56,7 +56,9 @@ def find_channel_mismatch(config: Config, channels: int) -> str | None:
         return f'model.data_preprocessor: mean has {means} values, but the images have {images}; {remedy}'
     backbone = (model.get('detector') or model).get('backbone') or {}
     kind = _class_of(backbone)
-    own = inspect.signature(kind.__init__).parameters.get('in_channels') if isinstance(kind, type) else None
+    if not _is_of_libraries(kind):
+        return None
+    own = inspect.signature(kind.__init__).parameters.get('in_channels')
     taken = backbone.get('in_channels', own and own.default)
     if isinstance(taken, int) and taken != channels:
         return f'model.backbone: in_channels={taken}, but the images have {images}; {remedy}'
@@ -71,6 +73,10 @@ def _remedy(channels):
         "leave out color_type='grayscale' of LoadImageFromFile, so that grey images are loaded in three equal "
         f'channels, or {own} and model.data_preprocessor=dict(mean=[127.5], std=[50.0], bgr_to_rgb=False)'
     )
+
+
+def _is_of_libraries(kind):
+    return getattr(kind, '__module__', '').partition('.')[0] in _OF_LIBRARIES
 
 
 def _class_of(node):

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f'warning: {args.config}: {problem}', file=sys.stderr)
             args.run(args, config)
     except CannotRun as error:
-        instead = error.without_data and hasattr(args, 'size')
+        instead = error.elsewhere and hasattr(args, 'size')
         remedy = '; give the size of the images, for example --size 800x1333' if instead else ''
         parser.exit(2, f'sbp-mmdet: error: {args.config}: {error}{remedy}\n')
     except ValueError as error:

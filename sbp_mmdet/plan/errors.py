@@ -73,7 +73,8 @@ def describe_data_error(what: str, error: Exception, config: Config) -> str:
 def _is_ours(error):
     """Return whether an error is a message of this package for the user, and not one of the code that it runs."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, ValueError) and _PACKAGE in Path(last.filename).parents and last.line.startswith('raise')
+    raised_here = _PACKAGE in Path(last.filename).parents and (last.line or '').startswith('raise')
+    return isinstance(error, ValueError) and raised_here
 
 
 def _class_text_and_place(error):

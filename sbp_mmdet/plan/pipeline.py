@@ -61,13 +61,13 @@ class CannotRun(ValueError):
 
     Args:
         message (str): What cannot be run, and why.
-        without_data (bool): Whether the reason may be that the data are not on this machine, so that the pipeline would
-            run on another; a size that the user gives takes its place. Default: False.
+        elsewhere (bool): Whether it may run on another machine, which has the data or the package that this one lacks.
+            Here, a size that the user gives takes its place. Default: False.
     """
 
-    def __init__(self, message: str, without_data: bool = False):
+    def __init__(self, message: str, elsewhere: bool = False):
         super().__init__(message)
-        self.without_data = without_data
+        self.elsewhere = elsewhere
 
 
 class Samples(NamedTuple):
@@ -128,13 +128,15 @@ def build_train_dataset(config: Config) -> tuple[object, str]:
         except (OSError, ImportError):  # files are missing, or a package that reads other data sets than COCO
             pass
         except Exception as error:
-            raise CannotRun(describe_data_error('its train data set cannot be built', error, config)) from error
+            reason = describe_data_error('its train data set cannot be built', error, config)
+            # mmdet's transforms raise a RuntimeError where a package is missing.
+            raise CannotRun(reason, elsewhere=isinstance(error, RuntimeError)) from error
         try:
             dataset = DATASETS.build(_with_coco_sized_images(cfg))
             return dataset, "COCO's, because the annotations are not on this machine"
         except Exception as error:
             reason = describe_data_error('its train pipeline cannot be built', error, config)
-            raise CannotRun(reason, without_data=describe_mistake(config, error) is None) from error
+            raise CannotRun(reason, elsewhere=describe_mistake(config, error) is None) from error
 
 
 def sample_pipeline(dataset, config: Config, step=None, batch: int = 1, skip: Sequence[str] = ()) -> Samples:
@@ -170,7 +172,7 @@ def sample_pipeline(dataset, config: Config, step=None, batch: int = 1, skip: Se
             except Exception as second:
                 missing = isinstance(second, OSError) or _is_without_data(dataset)
             reason = describe_data_error('its train pipeline cannot be run', error, config)
-            raise CannotRun(reason, without_data=missing) from error
+            raise CannotRun(reason, elsewhere=missing) from error
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _report(args: argparse.Namespace, config: Config) -> None:
         try:
             report = apply_settings(owner, settings)
         except ValueError as error:
-            raise bad_input(args.config, f'{part} cannot be changed', error, config) from error
+            raise bad_input(args.config, f'{part or "its model"} cannot be changed', error, config) from error
         prefix = f'{part}.' if part else ''
         names = [f'{prefix}{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
         message = f"{part}{': ' if part else ''}preset='{settings.preset.name}': {report}"
