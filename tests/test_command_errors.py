@@ -113,8 +113,8 @@ def test_an_assertion_without_a_message_is_named_by_its_code(capsys):
 FILES = dict(
     model=dict(backbone=dict(init_cfg=dict(checkpoint='weights.pth'))),
     train_dataloader=dict(dataset=dict(ann_file='a/train.json', data_root='data/', img_suffix='.png')),
-    val_dataloader=dict(dataset=dict(ann_file='val.json', data_root='data/')),
-    load_from='/there/last.pth',
+    val_dataloader=dict(dataset=dict(ann_file='a b.json', data_root='data/')),
+    load_from='/there/my last.pth',
     my_variable='weights.pth',
 )
 
@@ -132,12 +132,12 @@ FILES = dict(
             'data_root',
         ),
         (
-            FileNotFoundError(2, 'No such file or directory', 'data/val.json'),
-            "val_dataloader.dataset.ann_file='val.json' (data/val.json) does not exist; correct it or its data_root",
+            FileNotFoundError(2, 'No such file or directory', 'data/a b.json'),
+            "val_dataloader.dataset.ann_file='a b.json' (data/a b.json) does not exist; correct it or its data_root",
         ),
         (
-            FileNotFoundError('/there/last.pth can not be found.'),
-            "load_from='/there/last.pth' does not exist; correct it",
+            FileNotFoundError('/there/my last.pth can not be found.'),
+            "load_from='/there/my last.pth' does not exist; correct it",
         ),
         (
             FileNotFoundError(2, 'No such file or directory', 'data/images/7.png'),

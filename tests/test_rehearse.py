@@ -256,6 +256,12 @@ def test_each_branch_of_a_batch_is_described():
     assert rehearse._describe_batch(dict(inputs=inputs['sup']), shape) == '1 image of 64 x 96 with 1 box each'
 
 
+def test_a_training_with_a_teacher_gets_advice_that_needs_no_count(monkeypatch):
+    monkeypatch.setattr('sbp_mmdet.plan.counts.count_variants', lambda *args: pytest.fail('it was counted'))
+    runner = SimpleNamespace(cfg=Config(dict(model=dict(type='SoftTeacher', detector=dict(type='FasterRCNN')))))
+    assert "preset='exact_min'" in rehearse._advise(runner, 2**30, {})
+
+
 class Helper:
     """An object of the user's class."""
 

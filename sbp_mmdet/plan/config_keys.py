@@ -47,15 +47,15 @@ def shorten_names(names: Sequence[str]) -> str:
 
 def _describe_missing_file(config, error):
     """Return the key whose value is the end of the missing path; data sets join it to their ``data_root``."""
-    said = str(error.filename or error)
-    paths = [word.rstrip('.,:;') for word in re.split(r'[\s\'"]+', said)]
+    missing = str(error.filename or error).removesuffix(' can not be found.')  # mmengine's, of weights
+    words = [] if error.filename else re.split(r'[\s\'"]+', missing)
+    paths = [missing, *(word.rstrip('.,:;') for word in words)]  # a path may have blanks
     named = [
         (key, value)
         for key, value in _values(config)
         if isinstance(value, str) and any(_ends_with(path, value) for path in paths)
     ]
     if not named:
-        missing = said if error.filename else said.removesuffix(' can not be found.')
         return f'{missing} does not exist; correct the key of the config that leads to it, such as data_root'
     key, value = max(named, key=lambda one: len(one[1]))
     path = next(path for path in paths if _ends_with(path, value))

@@ -350,6 +350,11 @@ def _advise(runner, budget, batch_shape):
     from .planner import choose_row  # noqa: PLC0415
     from .snippet import format_heading, snippet  # noqa: PLC0415
 
+    if 'detector' in (runner.cfg.get('model') or {}):
+        return (
+            'The planner does not count steps with a teacher or a tracker, so try them: '
+            "custom_hooks=[dict(type='LeanHook', preset='exact_min')], a smaller batch or smaller images."
+        )
     try:
         best = choose_row(count_variants(runner.cfg, budget, batch_shape))
     except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one
