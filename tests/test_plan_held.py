@@ -18,6 +18,7 @@ from torch import nn
 from sbp_mmdet.plan import command
 from sbp_mmdet.plan.detector import build_detector, measure_detector
 from sbp_mmdet.plan.held import held_tensors, state_bytes
+from sbp_mmdet.plan.pages import describe_run
 from sbp_mmdet.plan.snippet import snippet
 from sbp_mmdet.plan.variants import is_plain, load_config, own_gradients, plain
 
@@ -249,10 +250,10 @@ class OwnHook(Hook):
 
 def test_what_is_not_counted_is_said(retina):
     config = Config(retina.to_dict())
-    assert 'Not counted' not in command._describe_run(config)
+    assert 'Not counted' not in describe_run(config)
     config.custom_hooks = [dict(type=OwnHook), dict(type='EMAHook')]
     config.compile = True
     config.train_dataloader = dict(collate_fn=dict(type='crops_of_batches'))
-    said = command._describe_run(config)
+    said = describe_run(config)
     assert 'collate_fn=crops_of_batches' in said and 'rehearse runs it' in said
     assert 'Not counted: what OwnHook may hold' in said and 'Not counted: compile=True' in said and 'EMA' not in said

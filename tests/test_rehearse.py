@@ -4,6 +4,7 @@ import collections
 import copy
 import json
 import random
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,18 +12,20 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_project
+from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox_overlaps
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
+from mmengine.structures import InstanceData
 from test_plan_sizes import coco, config_of
 
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
 from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
-from sbp_mmdet.plan.quiet import without_reading_of_annotations
+from sbp_mmdet.plan.quiet import without_reading_of_files
 from sbp_mmdet.plan.rehearse import DoesNotFit, build_largest_batch
 from sbp_mmdet.plan.restored import restored_state
 
@@ -240,6 +243,25 @@ def test_the_largest_batch_is_that_of_the_annotations(project, monkeypatch):
     assert {len(sample.gt_instances) for sample in batch['data_samples']} == {case['boxes']}
 
 
+def test_each_branch_of_a_batch_is_described():
+    def sample(boxes):
+        return DetDataSample(gt_instances=InstanceData(bboxes=torch.zeros(boxes, 4)))
+
+    inputs = dict(sup=[torch.zeros(3, 64, 96)], student=[torch.zeros(3, 128, 64), torch.zeros(3, 96, 80)])
+    batch = dict(inputs=inputs, data_samples=dict(sup=[sample(5)], student=[sample(0), DetDataSample()]))
+    assert rehearse._describe_batch(batch, {}) == (
+        'sup: 1 image of 64 x 96 with 5 boxes each; student: 2 images of 128 x 80 with 0 boxes each'
+    )
+    shape = dict(batch=1, height=64, width=96, boxes=1, channels=3, usual=None)
+    assert rehearse._describe_batch(dict(inputs=inputs['sup']), shape) == '1 image of 64 x 96 with 1 box each'
+
+
+def test_a_training_with_a_teacher_gets_advice_that_needs_no_count(monkeypatch):
+    monkeypatch.setattr('sbp_mmdet.plan.counts.count_variants', lambda *args: pytest.fail('it was counted'))
+    runner = SimpleNamespace(cfg=Config(dict(model=dict(type='SoftTeacher', detector=dict(type='FasterRCNN')))))
+    assert "preset='exact_min'" in rehearse._advise(runner, 2**30, {})
+
+
 class Helper:
     """An object of the user's class."""
 
@@ -285,22 +307,33 @@ def test_what_a_step_changes_is_put_back(monkeypatch):
     [
         (
             "train_dataloader = dict(dataset=dict(ann_file='gone.json'))",
-            'gone.json does not exist, and a rehearsal needs the data',
+            r"train_dataloader.dataset.ann_file='gone.json' \(\S+/gone.json\) does not exist; correct it",
         ),
         (
             "train_dataloader = dict(dataset=dict(pipeline=[dict(type='Gone')]))",
-            'cannot be rehearsed here: KeyError',
+            "train_dataloader.dataset.pipeline.0.type='Gone' is not registered",
         ),
-        ("model = dict(backbone=dict(type='Gone'))", 'cannot be rehearsed here: KeyError'),
+        ("model = dict(backbone=dict(type='Gone'))", "model.backbone.type='Gone' is not registered"),
+        (
+            "load_from = 'gone.pth'\nval_cfg = val_dataloader = val_evaluator = None",
+            "load_from='gone.pth' does not exist; correct it",
+        ),
+        (
+            "val_dataloader = dict(dataset=dict(ann_file='gone.json'))",
+            r"val_dataloader.dataset.ann_file='gone.json' \(\S+/gone.json\) does not exist; correct it",
+        ),
     ],
 )
-def test_what_cannot_be_rehearsed_is_a_line(project, monkeypatch, line, said):
+def test_what_cannot_be_rehearsed_is_a_line(project, monkeypatch, line, said, capfd):
     folder, path = project
     monkeypatch.chdir(folder)
     (folder / 'wrong.py').write_text(f"_base_ = './{path.name}'\n{line}\n")
-    with pytest.raises(SystemExit, match=said) as stopped:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
         main(['rehearse', 'wrong.py', '--budget', '8GiB'])
-    assert len(str(stopped.value).splitlines()) == 1
+    output = capfd.readouterr()
+    assert stopped.value.code == 2 and output.out == ''
+    assert re.match(f'sbp-mmdet: error: wrong.py: {said}', output.err.splitlines()[-1]), output.err
 
 
 def test_the_command(project, monkeypatch, capfd):
@@ -318,10 +351,11 @@ def test_the_command(project, monkeypatch, capfd):
 
 def test_only_lines_of_pycocotools_are_dropped(capsys):
     encoding = sys.stdout.encoding
-    with without_reading_of_annotations():
+    with without_reading_of_files():
         print('loading annotations into memory...\nDone (t=0.01s)')
         print('creating index...', 'of mine')
         print('index created!')
+        print('Loads checkpoint by local backend from path: a.pth')
         print('not ended', end='')
         assert sys.stdout.encoding == encoding and not sys.stdout.isatty()
         sys.stdout.flush()

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -184,6 +185,19 @@ def state(config):
 def save(state, path='epoch_1.pth', **parts):
     torch.save(dict(state_dict=state, meta={}, message_hub=MessageHub('x').state_dict(), optimizer={}) | parts, path)
     return str(path)
+
+
+def test_weights_that_parts_of_the_model_start_from(config, state):
+    """mmengine would read them after everything is built, and end in a traceback."""
+    Path('whole.pth').write_bytes(Path(save(state)).read_bytes())
+    Path('short.pth').write_bytes(Path('whole.pth').read_bytes()[:1000])
+    for path in ('whole.pth', 'https://example.org/a.pth', 'torchvision://resnet50', 'open-mmlab://resnet50'):
+        config.model.backbone.init_cfg = dict(type='Pretrained', checkpoint=path)
+        checkpoints.check_initial_weights(config)
+    for path, problem in (('gone.pth', 'does not exist'), ('short.pth', 'is truncated')):
+        config.model.backbone.init_cfg = [dict(type='Kaiming'), dict(type='Pretrained', checkpoint=path)]
+        with pytest.raises(PreflightError, match=f'model.backbone.init_cfg.1.checkpoint: {path} {problem}; name a who'):
+            mmdet_script.check_start(config, SimpleNamespace(resume=None))
 
 
 KINDS = [dict(whole_run=True), dict(all_weights=True), {}]

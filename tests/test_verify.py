@@ -6,6 +6,8 @@ import copy
 import pytest
 import torch
 from helpers import ROOT
+from mmdet.models import ResNet
+from mmdet.models.necks import CSPNeXtPAFPN
 from oracles import random_images
 from test_own_code import PreActivation
 from verify_models import MODELS, apply_and_get_log, assert_fallback, assert_plain_training, build_in_training
@@ -237,3 +239,24 @@ def test_gradients_that_are_rounding_errors_in_double_precision(seed):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Sequential(*body)).double().train()
     apply_lean(model, verify='raise')
     model(random_images(2, 12, 12))
+
+
+class BackboneAndNeck(torch.nn.Module):
+    """Of 61 modules that are changed or frozen, one is the neck, which is recomputed as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = ResNet(depth=18, frozen_stages=1)
+        self.neck = CSPNeXtPAFPN(in_channels=[128, 256, 512], out_channels=16, num_csp_blocks=1)
+
+    def forward(self, x):
+        return self.neck(self.backbone(x)[1:])
+
+
+def test_the_line_adds_up_to_the_modules_of_the_report(caplog):
+    """Four frozen modules are verified although they are left alone, and the neck is changed without being verified."""
+    report, records = apply_and_get_log(BackboneAndNeck().train(), caplog, preset='exact_min')
+    assert (len(report.changed), len(report.left)) == (57, 4)
+    said = records[0].message
+    assert 'verified 60 modules (4 of them frozen) against' in said
+    assert said.endswith('(relative); changed modules that only recompute their own code: 1')

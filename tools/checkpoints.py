@@ -14,7 +14,7 @@ import torch
 from mmengine.config import Config
 from preflight import PreflightError, on_meta
 
-__all__ = ['check_checkpoint', 'damage', 'last_whole_checkpoint']
+__all__ = ['check_checkpoint', 'check_initial_weights', 'damage', 'last_whole_checkpoint']
 
 _MISMATCH = re.compile(r'size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)')
 _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
@@ -64,6 +64,26 @@ def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
     others = [path for path in folder.glob('*.pth') if path != last and _RESUMABLE.fullmatch(path.name)]
     others.sort(key=lambda path: int(_RESUMABLE.fullmatch(path.name)[2]), reverse=True)
     return next((path for path in others if damage(path) is None), None), reason
+
+
+def check_initial_weights(config: Config) -> None:
+    """Check the files that parts of the model are initialised from, which mmengine reads after everything is built.
+
+    Raises:
+        PreflightError: If a ``checkpoint`` of an ``init_cfg`` is a path of this machine without a whole checkpoint.
+    """
+    for key, path in _initial_weights('model', config.get('model')):
+        if '://' not in path and (reason := damage(Path(path).expanduser())):
+            raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')
+
+
+def _initial_weights(key, node):
+    """Yield key and path of each checkpoint in an ``init_cfg`` inside of a config."""
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, str) and name == 'checkpoint' and 'init_cfg' in key.split('.')[-2:]:  # one, or a list
+            yield f'{key}.{name}', value
+        elif isinstance(value, (dict, list, tuple)):
+            yield from _initial_weights(f'{key}.{name}', value)
 
 
 def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = False, all_weights: bool = False) -> None:

@@ -141,7 +141,7 @@ def _checkpoints():
 
 
 def check_start(config, args: Namespace) -> None:
-    """Check the checkpoint that a training starts from, and write into ``args.resume`` which one that is.
+    """Check the files that a training starts from, and write into ``args.resume`` which one that is.
 
     mmdet's rules decide: ``--resume`` goes before the config's ``resume`` and ``load_from``. If the newest checkpoint
     is damaged, the newest whole one is taken. If there is nothing to resume from yet, ``load_from`` counts, which
@@ -171,6 +171,7 @@ def check_start(config, args: Namespace) -> None:
         if load_from is None and args.resume == 'auto' and config.get('load_from'):
             resume, load_from, args.resume = False, config.load_from, None
             _say(f'--resume: there is nothing to go on from yet, so the training starts from load_from={load_from}')
+    checkpoints.check_initial_weights(config)
     if load_from:
         checkpoints.check_checkpoint(str(load_from), '--resume' if resume else 'load_from', config, whole_run=resume)
 

@@ -17,6 +17,7 @@ from torch import nn
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
 from .errors import describe_error
+from .transforms import name_of
 
 __all__ = [
     'add_config',
@@ -28,10 +29,19 @@ __all__ = [
     'find_own_hooks',
     'find_small_heads',
     'list_imports',
+    'refuse_strategies',
+    'refuse_uncounted_models',
 ]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
 _NECKS = FPN, FPN_CARAFE, PAFPN, NASFPN, ChannelMapper, YOLOXPAFPN, CSPNeXtPAFPN  # ``in_channels``: those of each map
+# Strategies and wrappers with which each GPU holds all of the model.
+_WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
+# Preprocessors of other batches than images with boxes.
+_UNCOUNTED = {
+    'TrackDataPreprocessor': 'clips of videos',
+    'ReIDDataPreprocessor': 'crops of persons for re-identification',
+}
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
 
 
@@ -255,6 +265,43 @@ def find_own_hooks(config: Config) -> list[str]:
     kinds = [kind for kind in map(hook_class, hooks) if isinstance(kind, type)]
     known = (*_LIBRARIES, 'sbp_mmdet')
     return [kind.__name__ for kind in kinds if kind.__module__.partition('.')[0] not in known]
+
+
+def refuse_strategies(path: str, config: Config) -> None:
+    """Refuse a config that shards weights and states over GPUs, because counts are for a GPU that holds all of them.
+
+    Args:
+        path (str): The config as the user named it.
+        config (Config): The config.
+
+    Raises:
+        ValueError: If a strategy or a wrapper of the model shards it.
+    """
+    for key in ('strategy', 'model_wrapper_cfg'):
+        kind = name_of(config.get(key) or {})
+        if kind and kind not in _WHOLE:
+            raise ValueError(
+                f'{path}: {key}={kind} spreads weights, gradients and optimizer states over GPUs, which is not '
+                f'counted; take {key} out of the config to plan for GPUs that each hold all of it'
+            )
+
+
+def refuse_uncounted_models(path: str, config: Config) -> None:
+    """Refuse a model whose training batches are not images with boxes: of videos, or for re-identification.
+
+    Args:
+        path (str): The config as the user named it.
+        config (Config): The config.
+
+    Raises:
+        ValueError: If the preprocessor of the model is one for other batches.
+    """
+    what = _UNCOUNTED.get(name_of(config.model.get('data_preprocessor') or {}))
+    if what:
+        raise ValueError(
+            f'{path}: {name_of(config.model)} trains on {what}. Such steps are not counted, and --size does not help; '
+            'sbp-mmdet plan counts detectors that train on single images'
+        )
 
 
 def _is_ours(kind):

@@ -48,7 +48,7 @@ def index_batches(
         try:
             return [[int(i) for i in one] for one in _draw_epochs(loader, dataset, batch, number)]
         except Exception as error:  # whatever a sampler of the user's raises
-            raise CannotRun(describe_data_error('its sampler cannot be run', error)) from error
+            raise CannotRun(describe_data_error('its sampler cannot be run', error, config)) from error
 
 
 def _draw_epochs(loader, dataset, batch, number) -> Iterator[list[int]]:

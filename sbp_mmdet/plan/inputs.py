@@ -8,7 +8,8 @@ from mmdet.registry import HOOKS
 from mmengine.config import Config
 
 from ..surgery import hook_arguments, hook_class
-from .pipeline import build_train_dataset, sample_pipeline
+from .channels import find_channel_mismatch, loaded_channels
+from .pipeline import OF_ANNOTATIONS, CannotRun, build_train_dataset, sample_pipeline
 from .transforms import channels_of, innermost_of, name_of, transforms_of
 from .worst_batch import Batch, draw_batches
 
@@ -101,6 +102,7 @@ def find_training_inputs(
     size: tuple[int, int] | None = None,
     dataset=None,
     processes: int = 1,
+    count_boxes: bool = False,
 ) -> Inputs:
     """Find the largest batch of a config's training, by running its own transforms on blank images.
 
@@ -110,13 +112,15 @@ def find_training_inputs(
         size (tuple[int, int] | None): Height and width. If ``None``, the pipeline is run to find them. Default: None.
         dataset: Train data set. If ``None``, it is built. Default: None.
         processes (int): Number of processes of the training. Default: 1.
+        count_boxes (bool): Whether the boxes of the annotations are counted even if ``size`` is given. Default: False.
 
     Returns:
         Inputs: The batch. If the config lacks them, the values are ``DEFAULT_BATCH`` and ``DEFAULT_SIZE``, which
         ``source`` says.
 
     Raises:
-        ValueError: If the data set cannot be built or the pipeline cannot be run.
+        ValueError: If the data set cannot be built or the pipeline cannot be run, or if its images have other channels
+            than the model takes.
     """
     loader = config.get('train_dataloader') or {}
     masks, semantic = find_annotations(config)
@@ -129,18 +133,23 @@ def find_training_inputs(
         raise ValueError(
             f'batch size {batch!r} must be a whole number of 1 or more; set --batch or train_dataloader.batch_size'
         )
-    inputs = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels_of(config))
+    channels = loaded_channels(config) or channels_of(config)
+    inputs = Inputs(batch, *(size or DEFAULT_SIZE), masks, semantic, '', channels=channels)
     if size is None and not loader.get('dataset'):
         notes.append("size: not in the config, so COCO's")
     elif size is None:
         inputs, note = _run_pipeline(config, inputs, dataset, processes)
         notes.append(note)
+    elif count_boxes and loader.get('dataset'):
+        inputs = inputs._replace(boxes=_count_boxes(config, inputs, processes))
+    if problem := find_channel_mismatch(config, inputs.channels):
+        raise CannotRun(problem)
     return inputs._replace(source='; '.join(reversed(notes)) or 'as given')
 
 
 def _run_pipeline(config, inputs, dataset, processes):
     """Return the inputs with the sizes and boxes that the pipeline gives, and a note on the source of the sizes."""
-    whose = 'those of the annotations'
+    whose = OF_ANNOTATIONS
     if dataset is None:
         dataset, whose = build_train_dataset(config)
     samples = [
@@ -158,6 +167,17 @@ def _run_pipeline(config, inputs, dataset, processes):
         truth=main.truth if samples[0].groups else None, branches=None if '' in branches else branches,
     )  # fmt: skip
     return inputs, f'size: of the pipeline; sizes of images: {whose}'
+
+
+def _count_boxes(config, inputs, processes):
+    """Return the boxes that the pipeline gives, or ``None`` without annotations, or if the pipeline cannot be run."""
+    try:
+        dataset, source = build_train_dataset(config)
+        if source != OF_ANNOTATIONS:
+            return None
+        return _run_pipeline(config, inputs, dataset, processes)[0].boxes
+    except Exception:  # noqa: BLE001  whatever a data set raises; it may be the reason why the size was given
+        return None
 
 
 def _find_later_changes(config):

@@ -26,10 +26,19 @@ from mmengine.utils import import_modules_from_strings
 
 from ..verify.dry_run import restored_random_states
 from .blank_images import NO_BOXES, as_array, blank_copy, make_polygon
+from .config_keys import describe_mistake
 from .errors import describe_data_error
 from .transforms import channels_of, name_of
 
-__all__ = ['CannotRun', 'Samples', 'build_train_dataset', 'read_info', 'sample_pipeline', 'seeded_generators']
+__all__ = [
+    'OF_ANNOTATIONS',
+    'CannotRun',
+    'Samples',
+    'build_train_dataset',
+    'read_info',
+    'sample_pipeline',
+    'seeded_generators',
+]
 
 # Widths, heights and approximate frequencies of COCO's images, including the most elongated ones.
 COCO_SIZES = (
@@ -38,6 +47,7 @@ COCO_SIZES = (
     (640, 300, 10), (300, 640, 5), (640, 200, 3), (200, 640, 2), (640, 120, 1), (120, 640, 1),
 )  # fmt: skip
 COCO_IMAGES = 118287
+OF_ANNOTATIONS = 'those of the annotations'  # source of the sizes, as a text for the reader
 # Numbers of samples after which is checked whether the largest sizes have changed.
 _ROUNDS = (64, 256, 1024, 2048)
 # How often each of the largest and most crowded images is run.
@@ -47,7 +57,17 @@ _SECONDS, _SECONDS_PER_IMAGE = 40, 60
 
 
 class CannotRun(ValueError):
-    """Error of a data set or a pipeline that cannot be run here."""
+    """Error of a data set or a pipeline that cannot be run here.
+
+    Args:
+        message (str): What cannot be run, and why.
+        elsewhere (bool): Whether it may run on another machine, which has the data or the package that this one lacks.
+            Here, a size that the user gives takes its place. Default: False.
+    """
+
+    def __init__(self, message: str, elsewhere: bool = False):
+        super().__init__(message)
+        self.elsewhere = elsewhere
 
 
 class Samples(NamedTuple):
@@ -104,16 +124,19 @@ def build_train_dataset(config: Config) -> tuple[object, str]:
             dataset = DATASETS.build(cfg)
             if hasattr(dataset, 'full_init'):
                 dataset.full_init()
-            return dataset, 'those of the annotations'
+            return dataset, OF_ANNOTATIONS
         except (OSError, ImportError):  # files are missing, or a package that reads other data sets than COCO
             pass
         except Exception as error:
-            raise CannotRun(describe_data_error('its train data set cannot be built', error)) from error
+            reason = describe_data_error('its train data set cannot be built', error, config)
+            # mmdet's transforms raise a RuntimeError where a package is missing.
+            raise CannotRun(reason, elsewhere=isinstance(error, RuntimeError)) from error
         try:
             dataset = DATASETS.build(_with_coco_sized_images(cfg))
             return dataset, "COCO's, because the annotations are not on this machine"
         except Exception as error:
-            raise CannotRun(describe_data_error('its train pipeline cannot be built', error)) from error
+            reason = describe_data_error('its train pipeline cannot be built', error, config)
+            raise CannotRun(reason, elsewhere=describe_mistake(config, error) is None) from error
 
 
 def sample_pipeline(dataset, config: Config, step=None, batch: int = 1, skip: Sequence[str] = ()) -> Samples:
@@ -144,9 +167,12 @@ def sample_pipeline(dataset, config: Config, step=None, batch: int = 1, skip: Se
         try:
             return _run_on_samples(copied(blank=True), batch)
         except Exception as error:  # a transform may need the pictures: they are read if they are on this machine
-            with contextlib.suppress(Exception):
+            try:
                 return _run_on_samples(copied(blank=False), batch)
-            raise CannotRun(describe_data_error('its train pipeline cannot be run', error)) from error
+            except Exception as second:
+                missing = isinstance(second, OSError) or _is_without_data(dataset)
+            reason = describe_data_error('its train pipeline cannot be run', error, config)
+            raise CannotRun(reason, elsewhere=missing) from error
 
 
 # --- Without the data -------------------------------------------------------------------------------------------------

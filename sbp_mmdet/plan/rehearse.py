@@ -74,7 +74,7 @@ class RehearseHook(Hook):
             peak = _measure_training_peak(runner, batch, batch_shape)
         # All processes continue, or all stop: a process that continued alone would wait for the others.
         peak, budget = _reduce_over_ranks(peak, 'max'), _reduce_over_ranks(budget, 'min')
-        size = '{batch} images of {height} x {width} with {boxes} boxes each'.format(**batch_shape)
+        size = _describe_batch(batch, batch_shape)
         if peak is None or (budget and peak > budget * _DIGITS):
             needs = 'more than the GPU has' if peak is None else format_gib(peak)
             raise DoesNotFit(
@@ -145,6 +145,21 @@ def build_largest_batch(runner) -> tuple[dict, dict]:
     parts = {name: make(*part[:4], truth=part.truth) for name, part in inputs.branches.items()}
     keys = 'inputs', 'data_samples'
     return {key: {name: part[key] for name, part in parts.items()} for key in keys}, batch_shape
+
+
+def _describe_batch(batch, batch_shape):
+    """Return number, size and boxes of a batch's images as a text, for each branch of a semi-supervised batch."""
+    from .tables import format_images  # noqa: PLC0415
+
+    inputs = batch.get('inputs') if isinstance(batch, dict) else None
+    if not isinstance(inputs, dict):
+        return format_images(**batch_shape)
+    parts = []
+    for branch, images in inputs.items():
+        height, width = (max(image.shape[at] for image in images) for at in (-2, -1))
+        boxes = max(len(sample.get('gt_instances', ())) for sample in batch['data_samples'][branch])
+        parts.append(f'{branch}: {format_images(len(images), height, width, boxes)}')
+    return '; '.join(parts)
 
 
 def refuse_more_classes(config: Config, dataset) -> None:
@@ -335,6 +350,11 @@ def _advise(runner, budget, batch_shape):
     from .planner import choose_row  # noqa: PLC0415
     from .snippet import format_heading, snippet  # noqa: PLC0415
 
+    if 'detector' in (runner.cfg.get('model') or {}):
+        return (
+            'The planner does not count steps with a teacher or a tracker, so try them: '
+            "custom_hooks=[dict(type='LeanHook', preset='exact_min')], a smaller batch or smaller images."
+        )
     try:
         best = choose_row(count_variants(runner.cfg, budget, batch_shape))
     except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one

@@ -11,7 +11,7 @@ from ..report import thinned_line
 from ..surgery import model_hooks
 from .config_checks import add_config
 from .detector import build_detector
-from .errors import describe_error
+from .errors import bad_input
 from .variants import plain
 
 __all__ = ['add_report', 'list_changes']
@@ -61,10 +61,13 @@ def _report(args: argparse.Namespace, config: Config) -> None:
     try:
         model, _ = build_detector(plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
-        raise SystemExit(f'{args.config}: its model cannot be built here: {describe_error(error)}') from error
+        raise bad_input(args.config, 'its model cannot be built here', error, config) from error
     for part, settings in changes:
         owner = model.get_submodule(part)
-        report = apply_settings(owner, settings)
+        try:
+            report = apply_settings(owner, settings)
+        except ValueError as error:
+            raise bad_input(args.config, f'{part or "its model"} cannot be changed', error, config) from error
         prefix = f'{part}.' if part else ''
         names = [f'{prefix}{name} ({report.kinds[name]}): {meaning}' for name, meaning in report.changed.items()]
         message = f"{part}{': ' if part else ''}preset='{settings.preset.name}': {report}"

@@ -6,7 +6,7 @@ A table consists of columns, each with a heading and a function that formats a c
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ['Column', 'format_cells', 'format_gib', 'format_table']
+__all__ = ['Column', 'format_cells', 'format_gib', 'format_images', 'format_table']
 
 
 class Column(NamedTuple):
@@ -38,3 +38,16 @@ def format_cells(columns: Sequence[Column], records: Iterable[dict]) -> list[lis
 def format_gib(n: int) -> str:
     """Format a number of bytes in GiB (2**30 bytes), the unit of GPUs and of torch, or in MiB below one GiB."""
     return f'{n / 2**30:.2f} GiB' if n >= 2**30 else f'{n / 2**20:.0f} MiB'
+
+
+def format_images(batch: int, height: int, width: int, boxes: int, **_) -> str:
+    """Return number, size and boxes of the images of a batch as a text.
+
+    Args:
+        batch (int): Number of images.
+        height (int): Height of the largest, in pixels.
+        width (int): Width of the largest, in pixels.
+        boxes (int): Number of boxes in each image.
+        **_: Other arguments of :func:`.detector.measure_detector`, which are not said.
+    """
+    return f'{batch} image{"s" * (batch > 1)} of {height} x {width} with {boxes} box{"es" * (boxes != 1)} each'

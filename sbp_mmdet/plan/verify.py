@@ -8,14 +8,14 @@ from mmengine.config import Config
 
 from ..apply import apply_settings
 from ..presets import PRESETS, Settings
-from ..verify.checks import Findings
 from ..verify.dry_run import NoUpdate
+from ..verify.findings import Findings
 from ..verify.first_pass import verify_changed
 from .batch import at_the_first_step
-from .config_checks import add_config
+from .config_checks import add_config, refuse_uncounted_models
 from .detector import build_training
 from .device import check_device
-from .errors import describe_error
+from .errors import bad_input
 from .inputs import add_inputs, find_training_inputs
 from .planner import parse_size
 from .report import list_changes
@@ -63,6 +63,7 @@ def verify_config(
 
 
 def _verify(args: argparse.Namespace, config: Config) -> None:
+    refuse_uncounted_models(args.config, config)
     inputs = find_training_inputs(config, args.batch, parse_size(args.size) if args.size else None)
     size = inputs.batch, inputs.height, inputs.width, inputs.channels
     part, settings = list_changes(config, args.preset)[0]
@@ -74,10 +75,8 @@ def _verify(args: argparse.Namespace, config: Config) -> None:
     settings = dataclasses.replace(settings, modules=(part,)) if part else settings
     try:
         findings = verify_config(config, settings, args.device, *size)
-    except ValueError:  # of this package, in a line already
-        raise
     except Exception as error:  # whatever a model's own code raises
-        raise SystemExit(f'{args.config}: its model cannot be verified here: {describe_error(error)}') from error
+        raise bad_input(args.config, 'its model cannot be verified here', error, config) from error
     columns = [
         Column('kind', lambda row: row.name),
         Column('modules', lambda row: f'{len(row.modules)}'),

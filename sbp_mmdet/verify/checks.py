@@ -18,6 +18,7 @@ from ..surgery import Mixin, mix_in, mix_out
 from .comparison import Side, compare, relative_difference
 from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_a_trace
 from .eight_bits import check_eight_bits
+from .findings import Findings, Kind
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
 from .kinds import described, settings_of
 from .module_run import bridge, floating
@@ -25,97 +26,10 @@ from .parts_of_inputs import first_part
 from .random_parts import Disagreement
 from .saved_bytes import SavedBytes, note_inputs
 
-__all__ = ['Findings', 'Kind', 'verify_modules']
+__all__ = ['verify_modules']
 
 # Relative error of gradients with feature maps in eight bits, which is by design.
 _EIGHT_BITS = 0.06
-
-
-@dataclasses.dataclass
-class Kind:
-    """Modules of one class with the same settings and shapes, of which one is compared with its own code.
-
-    Attributes:
-        name (str): Name of the class.
-        modules (dict[str, None]): Names of the modules.
-        outputs, gradients (float): Relative differences between the changed module and its own code. Default: 0.
-        disagrees (str | None): How they differ, or the error of the changed module. If ``None``, they agree. Default:
-            None.
-        skipped (str | None): Why they were not compared. If ``None``, they were. Default: None.
-        stored (dict[str, SavedTensors]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
-            Default: empty.
-        checkpointed (bool): Whether ``preset='with_cp'`` checkpoints such a module. Default: False.
-        bytes (dict[str, int]): Bytes that all modules of the kind save: ``now``, ``before``, and ``with_cp``, without
-            tensors that are counted for another kind. Default: 0 each.
-        seconds (float): Duration of the comparison, in seconds. Default: 0.
-    """
-
-    name: str
-    modules: dict = dataclasses.field(default_factory=dict)
-    outputs: float = 0.0
-    gradients: float = 0.0
-    disagrees: str | None = None
-    skipped: str | None = None
-    stored: dict = dataclasses.field(default_factory=dict)
-    checkpointed: bool = False
-    bytes: dict = dataclasses.field(default_factory=lambda: dict(now=0, before=0, with_cp=0))
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass
-class Findings:
-    """Results of a verification.
-
-    Attributes:
-        kinds (list[Kind]): All kinds of changed modules that ran. Default: empty.
-        failed (dict[str, str]): Reason why a module has to run its own code, by its name. Default: empty.
-        skipped (str | None): Why the pass did not run to its end. If ``None``, it did. Default: None.
-        autocast (bool): Whether autocast was enabled. Default: False.
-        synced (bool): Whether norms were compared without the statistics of other processes. Default: False.
-        silent (list[str]): Names of changed modules that did not run. Default: empty.
-        recomputed (int): Bytes of the inputs of recomputed parts, which save nothing else. Default: 0.
-    """
-
-    kinds: list = dataclasses.field(default_factory=list)
-    failed: dict = dataclasses.field(default_factory=dict)
-    skipped: str | None = None
-    autocast: bool = False
-    synced: bool = False
-    silent: list = dataclasses.field(default_factory=list)
-    recomputed: int = 0
-
-    @property
-    def compared(self) -> list[Kind]:
-        """Kinds that were compared."""
-        return [kind for kind in self.kinds if not kind.skipped]
-
-    @property
-    def stored(self) -> dict[str, int]:
-        """Bytes saved for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
-        stored = {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
-        return dict(stored, now=stored['now'] + self.recomputed)
-
-    def __str__(self):
-        if self.skipped:
-            return f'not verified: {self.skipped}'
-        kinds = [kind for kind in self.compared if not kind.disagrees]
-        number = len({name for kind in kinds for name in kind.modules})
-        outputs, gradients = (
-            max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients')
-        )
-        text = (
-            f'verified {number} modules against their own code, in {len(kinds)} cases of different class, settings or '
-            f'shapes: outputs differ by at most '
-            f'{outputs:.0e}, gradients by {gradients:.0e} (relative)'
-        )
-        if skipped := [kind for kind in self.kinds if kind.skipped]:
-            first = skipped[0]
-            text += (
-                f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
-            )
-        if self.synced:
-            text += '; SyncBN was compared within this process, without its communication'
-        return text
 
 
 def verify_modules(

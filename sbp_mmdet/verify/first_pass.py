@@ -15,7 +15,8 @@ from ..adapters import LeanModule, release
 from ..presets import Settings
 from ..stochastic_backprop.step_draws import StepDraws
 from ..surgery import Mixin, mix_in, mix_out, refuse_tracing
-from .checks import Findings, verify_modules
+from .checks import verify_modules
+from .findings import Findings
 
 __all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed']
 
@@ -83,7 +84,10 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
     """
     known = report.changed.keys() | report.left.keys()
     names = [name for name, module in model.named_modules() if name in known and isinstance(module, LeanModule)]
-    return verify_modules(model, names, run, every=settings.verify == 'all')
+    findings = verify_modules(model, names, run, every=settings.verify == 'all')
+    findings.frozen = [name for name in names if report.left.get(name) == 'frozen']
+    findings.own_code = [name for name in report.changed if name not in names]
+    return findings
 
 
 def conclude(model: nn.Module, report, settings: Settings, findings: Findings, who: str, say: Callable) -> None:

@@ -1,0 +1,125 @@
+"""The key of a config that an error is about: a file that is missing, an unknown class, an unknown argument."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+
+import mmdet.registry
+from mmengine.config import Config
+from mmengine.registry import Registry
+from mmengine.runner import Runner
+
+__all__ = ['describe_mistake', 'shorten_names']
+
+_UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
+_UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def describe_mistake(config: Config, error: Exception) -> str | None:
+    """Return which value of a config an error is about, and the remedy.
+
+    Args:
+        config (Config): Any config.
+        error (Exception): An error that was raised while something was built of the config.
+
+    Returns:
+        str | None: The key with its value, what is wrong with it, and the remedy; ``None`` for other errors.
+    """
+    text = str(error.args[0]) if error.args else ''
+    if isinstance(error, FileNotFoundError):
+        return _describe_missing_file(config, error)
+    if isinstance(error, KeyError) and (found := _UNKNOWN_CLASS.search(text)):
+        return _describe_unknown_class(config, found[1] or found[3], found[2] or 'model')
+    if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(text)):
+        return _describe_unknown_argument(config, *found.groups())
+    return None
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Return the first ten of some names, and the number of the others.
+
+    Args:
+        names (Sequence[str]): The names.
+    """
+    return f'{[*names[:10]]}' + (f' and {len(names) - 10} more' if len(names) > 10 else '')
+
+
+def _describe_missing_file(config, error):
+    """Return the key whose value is the end of the missing path; data sets join it to their ``data_root``."""
+    missing = str(error.filename or error).removesuffix(' can not be found.')  # mmengine's, of weights
+    words = [] if error.filename else re.split(r'[\s\'"]+', missing)
+    paths = [missing, *(word.rstrip('.,:;') for word in words)]  # a path may have blanks
+    named = [
+        (key, value)
+        for key, value in _values(config)
+        if isinstance(value, str) and any(_ends_with(path, value) for path in paths)
+    ]
+    if not named:
+        return f'{missing} does not exist; correct the key of the config that leads to it, such as data_root'
+    key, value = max(named, key=lambda one: len(one[1]))
+    path = next(path for path in paths if _ends_with(path, value))
+    joined = '' if path == value else f' ({path})'
+    root = ' or its data_root' if joined else ''
+    return f'{key}={value!r}{joined} does not exist; correct it{root}'
+
+
+def _ends_with(path, value):
+    return bool(value) and (path == value or path.endswith(f'/{value}'))
+
+
+def _describe_unknown_class(config, name, registry):
+    key = next((key for key, value in _values(config) if key.endswith('.type') and value == name), None)
+    if key is None:
+        return None
+    near = difflib.get_close_matches(name.rpartition('.')[2], _registered(registry), n=1)
+    remedy = f'did you mean {near[0]!r}?' if near else 'import its module by custom_imports'
+    return f'{key}={name!r} is not registered; {remedy}'
+
+
+def _describe_unknown_argument(config, class_name, argument):
+    for key, node in _values(config):
+        if not isinstance(node, dict) or argument not in node or 'type' not in node:
+            continue
+        for kind in _classes_of(node['type']):
+            if class_name not in {one.__name__ for one in kind.__mro__}:
+                continue
+            known = {name for one in kind.__mro__ for name in inspect.signature(one.__init__).parameters}
+            near = difflib.get_close_matches(argument, known - {'self', 'args', 'kwargs'}, n=1)
+            remedy = (
+                f'did you mean {near[0]!r}?' if near else f'remove it; if it is inherited, set _delete_=True in {key}'
+            )
+            return f'{key}: {kind.__name__} has no argument {argument!r}; {remedy}'
+    return None
+
+
+def _values(config) -> Iterator[tuple[str, object]]:
+    """Yield every value of a config with its key as of ``--cfg-options``: first what a runner reads, then the rest."""
+    known = [key for key in inspect.signature(Runner.__init__).parameters if key in config]
+    for key in dict.fromkeys([*known, *config]):
+        yield from _values_in(key, config[key])
+
+
+def _values_in(key, node):
+    yield key, node
+    parts = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    for name, value in parts:
+        yield from _values_in(f'{key}.{name}', value)
+
+
+def _registries() -> list[Registry]:
+    return [value for value in vars(mmdet.registry).values() if isinstance(value, Registry)]
+
+
+def _registered(name):
+    """Return the names in mmdet's registry of a name, and in the one of mmengine that it extends."""
+    found = [registry for registry in _registries() if registry.name == name]
+    found += [registry.parent for registry in found if registry.parent]
+    return [*dict.fromkeys(key for registry in found for key in registry.module_dict)]
+
+
+def _classes_of(kind):
+    """Return the classes that a config's ``type`` may mean: it does not say in which registry it is."""
+    if isinstance(kind, str):
+        return [one for registry in _registries() if isinstance(one := registry.get(kind), type)]
+    return [kind] if isinstance(kind, type) else []
