@@ -12,6 +12,7 @@ import torch
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones import ResNeSt, ResNet
 from mmdet.models.backbones.resnet import Bottleneck
 from mmdet.models.backbones.swin import SwinTransformer
 from mmdet.models.dense_heads import RPNHead
@@ -103,6 +104,18 @@ MODELS = {
     'ConvAWS': (lambda: conv(conv_cfg=dict(type='ConvAWS')), first, [(2, 3, 5, 5)]),
     'adaptive padding': (build_padded, first, [(2, 3, 7, 7)]),
     'max pool': (lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.Conv2d(3, 3, 1)), first, [(2, 3, 6, 6)]),
+    'ResNet': (
+        lambda: ResNet(18, stem_channels=4, base_channels=4, num_stages=1, strides=(1,), dilations=(1,),
+                       out_indices=(0,), norm_eval=False),
+        first,
+        [(2, 3, 12, 12)],
+    ),
+    'ResNeSt': (
+        lambda: ResNeSt(depth=50, stem_channels=4, base_channels=4, num_stages=1, strides=(1,), dilations=(1,),
+                        out_indices=(0,), norm_eval=True, reduction_factor=4),
+        first,
+        [(1, 3, 12, 12)],
+    ),
 }  # fmt: skip
 # Dropout of the fusion is drawn in chunks, so that another rate gives other values than plain's with the same seed.
 DRAWN = {('BiMultiHeadAttention', 'dropout')}
