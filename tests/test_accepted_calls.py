@@ -110,6 +110,12 @@ def test_a_single_image(name):
     assert_alike(plain, lean, first, normal(channels, 32, 32))
 
 
+def test_a_call_without_its_argument_is_plains_error():
+    plain, lean = changed(ResLayer(BasicBlock, 4, 4, 1))
+    for call in (lambda m, x: m(), lambda m, x: m(x=x)):
+        assert_alike(plain, lean, call, normal(2, 4, 6, 6))
+
+
 def test_a_single_image_in_an_rpn_head():
     plain, lean = changed(RPNHead(in_channels=4, feat_channels=4))
     assert_alike(plain, lean, lambda m, *x: m(x), normal(4, 6, 5), normal(4, 3, 3))
@@ -201,6 +207,33 @@ def test_rows_without_keys_are_nan(name, batch_first):
     names = ['x', *dict(plain.named_parameters())]
     for name, own, grad in zip(names, grads, lean_grads, strict=True):
         assert grad.isnan().any() == own.isnan().any() or name == 'attn.out_proj.bias', name
+
+
+LEAST = torch.finfo(torch.float32).min
+ADDED = {
+    'in half precision': (torch.bfloat16, dict(attn_mask=torch.zeros(5, 5).masked_fill(HIDDEN, LEAST))),
+    'padding in half precision': (torch.bfloat16, dict(key_padding_mask=torch.zeros(2, 5).masked_fill(PADDED, LEAST))),
+    'two': (
+        torch.float32,
+        dict(
+            attn_mask=torch.zeros(5, 5).masked_fill(HIDDEN, LEAST),
+            key_padding_mask=torch.zeros(2, 5).masked_fill(PADDED, LEAST),
+        ),
+    ),
+    'little': (torch.float32, dict(attn_mask=torch.zeros(5, 5).masked_fill(HIDDEN, LEAST))),
+}
+
+
+@pytest.mark.parametrize('name', ADDED)
+def test_masks_of_large_numbers(name):
+    """They are added in the precision of the attention, in which their sum may be minus infinity."""
+    dtype, masks = ADDED[name]
+    plain, lean = changed(MultiheadAttention(8, 2, batch_first=True))
+    x = torch.randn(2, 5, 8)
+    with torch.autocast('cpu', torch.bfloat16, enabled=dtype is torch.bfloat16):
+        outs = [model.float()(x, **masks) for model in (plain, lean)]
+    assert torch.equal(outs[0].isnan(), outs[1].isnan())
+    assert outs[0].isnan().any() == (name != 'little')
 
 
 def build_padded(padding=(0, 0)):

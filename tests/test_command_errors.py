@@ -21,6 +21,7 @@ FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
 SOFT = 'mmdet::soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco.py'
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 VIS = 'mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2021.py'
+BYTE_TRACK = 'mmdet::bytetrack/bytetrack_yolox_x_8xb4-80e_crowdhuman-mot17halftrain_test-mot17halfval.py'
 REID = 'mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py'
 EMPTY = Config(dict())
 ALONE = 'visualizer = dict(vis_backends=[])\nval_cfg = val_dataloader = val_evaluator = None'
@@ -71,6 +72,7 @@ def project(tmp_path):
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('plan', FRCNN), 'this machine has no GPU; give the memory of yours, for example --budget 8GiB'),
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
+        (('plan', BYTE_TRACK, '--budget', '8GiB'), 'ByteTrack trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('report', 'nowhere.py'), 'nowhere.py does not exist'),
         (('report', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and applies to no module"),
@@ -147,6 +149,13 @@ FILES = dict(
 )
 def test_the_key_of_a_missing_file(error, said):
     assert describe_mistake(Config(FILES), error) == said
+
+
+def test_a_missing_file_is_one_of_a_data_set_first():
+    path = 'data/coco/val.json'
+    names = dict(val_evaluator=dict(ann_file=path), val_dataloader=dict(dataset=dict(ann_file='val.json')))
+    said = describe_mistake(Config(names), FileNotFoundError(2, 'No such file or directory', path))
+    assert said.startswith("val_dataloader.dataset.ann_file='val.json' (data/coco/val.json) does not exist")
 
 
 def test_missing_weights_are_not_blamed_on_the_data(project, capsys):
@@ -328,6 +337,7 @@ GREY = [dict(type='LoadImageFromFile', color_type='grayscale'), LOAD[1]]
             'in_channels=1, but the images have 3 channels; set model.ba',
         ),
         (dict(bgr_to_rgb=True), {}, 4, None),  # it takes the first three
+        (dict(bgr_to_rgb=True), dict(in_channels=4), 4, 'the images have 3 channels behind bgr_to_rgb=True'),
         (dict(), {}, 4, 'in_channels=3, but the images have 4 channels'),
         (dict(type='PreprocessorOfMyOwn'), {}, 1, None),
         (dict(), dict(type='InModel', in_channels=64), 3, None),  # of the user's own, so nothing is known
@@ -348,6 +358,7 @@ def test_channels(preprocessor, backbone, channels, said):
 
 def test_grey_images_of_a_config():
     assert loaded_channels(config_of('x', [RESIZE], GREY)) == 1
+    assert loaded_channels(config_of('x', [RESIZE, dict(scale=1)], GREY)) is None  # not to be built
     assert loaded_channels(config_of('x', [RESIZE])) is None
     assert loaded_channels(config_of('x', [dict(type='Refuses')], GREY)) is None  # it may give them colours
 

@@ -149,7 +149,14 @@ def test_a_misspelt_override_is_refused_and_a_key_of_ones_own_is_not(tmp_path):
     path = str(tmp_path / 'child.py')
     with pytest.raises(ValueError, match="optim_wraper.optimizer.lr: .* did you mean 'optim_wrapper'"):
         load_config(path, {'optim_wraper.optimizer.lr': 0.1})
-    for key in ('resume', 'compile', 'activation_checkpointing', 'my_setting', 'optim_wrapper.clip_grad.max_norm'):
+    for key in (
+        'resume',
+        'compile',
+        'activation_checkpointing',
+        'tta_pipeline',
+        'my_setting',
+        'optim_wrapper.clip_grad.max_norm',
+    ):
         load_config(path, {key: 1})
 
 

@@ -18,6 +18,7 @@ __all__ = ['check_checkpoint', 'check_initial_weights', 'damage', 'last_whole_ch
 
 _MISMATCH = re.compile(r'size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)')
 _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
+_FOREIGN = 'is not a checkpoint of torch'
 
 
 def damage(path: Path) -> str | None:
@@ -36,7 +37,7 @@ def damage(path: Path) -> str | None:
     if start == b'\x80\x02':
         return None
     if start != b'PK':
-        return 'is empty' if not start else 'is not a checkpoint of torch'
+        return 'is empty' if not start else _FOREIGN
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
@@ -72,8 +73,9 @@ def check_initial_weights(config: Config) -> None:
     Raises:
         PreflightError: If a ``checkpoint`` of an ``init_cfg`` is a path of this machine without a whole checkpoint.
     """
-    for key, path in _initial_weights('model', config.get('model')):
-        if '://' not in path and (reason := damage(Path(path).expanduser())):
+    for key, path in _initial_weights('model', config.get('model') or {}):
+        reason = None if '://' in path else damage(Path(path).expanduser())
+        if reason and reason != _FOREIGN:  # mmengine may have a loader of the user's for it
             raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')
 
 

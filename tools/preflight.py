@@ -63,10 +63,10 @@ def load_config(path: str, options: dict | None = None) -> Config:
 
 def _check_options(config, options):
     """Refuse a misspelt key, which mmengine would add at the top of the config and not read."""
-    known = {*config, *inspect.signature(Runner.__init__).parameters}
+    known = {*config, *inspect.signature(Runner.__init__).parameters, 'tta_model', 'tta_pipeline'}
     for key in options:
         first = key.partition('.')[0]
-        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.8)
+        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.85)
         if near:
             raise PreflightError(f"--cfg-options {key}: the config has no '{first}'; did you mean '{near[0]}'?")
 

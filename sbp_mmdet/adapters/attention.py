@@ -87,23 +87,27 @@ def _mark_rows_without_keys(out: Tensor, attn_mask: Tensor | None, key_padding_m
         attn_mask (Tensor | None): Mask of shape (L, S) or (N * h, L, S). True and minus infinity hide a key.
         key_padding_mask (Tensor | None): Mask of shape (N, S), or (S,).
     """
-    hides, pads = (
-        mask if mask is None or mask.dtype is torch.bool else mask == -torch.inf
-        for mask in (attn_mask, key_padding_mask)
-    )
-    if pads is not None:
-        pads = pads if pads.dim() == 2 else pads[None]
-    if hides is not None:
-        images = 1 if out.dim() == 2 or hides.dim() == 2 else out.shape[1]
-        hides = hides.reshape(images, -1, *hides.shape[-2:])  # (N, h, L, S), where N and h may be 1
-        hides = hides if pads is None else hides | pads[:, None, None]
-        rows = hides.all(3).any(1).T
-    elif pads is not None:
-        rows = pads.all(1)[None]
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.reshape(-1, key_padding_mask.shape[-1])
+    if attn_mask is not None:
+        images = 1 if out.dim() == 2 or attn_mask.dim() == 2 else out.shape[1]
+        attn_mask = attn_mask.reshape(images, -1, *attn_mask.shape[-2:])  # (N, h, L, S), where N and h may be 1
+        padding = None if key_padding_mask is None else key_padding_mask[:, None, None]
+        rows = _hidden(out.dtype, attn_mask, padding).all(3).any(1).T
+    elif key_padding_mask is not None:
+        rows = _hidden(out.dtype, key_padding_mask).all(1)[None]
     else:
         return
     rows = rows if out.dim() == 3 else rows[:, 0]
     out.mul_(torch.ones_like(rows, dtype=out.dtype).masked_fill_(rows, torch.nan)[..., None])
+
+
+def _hidden(dtype: torch.dtype, mask: Tensor, other: Tensor | None = None) -> Tensor:
+    """Return which keys masks hide. Masks of numbers are added to the scores in the precision of the attention."""
+    if other is not None and torch.bool not in (mask.dtype, other.dtype):
+        return mask.to(dtype) + other.to(dtype) == -torch.inf
+    hides = mask if mask.dtype is torch.bool else mask.to(dtype) == -torch.inf
+    return hides if other is None else hides | _hidden(dtype, other)
 
 
 @adapter(

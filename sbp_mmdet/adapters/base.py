@@ -179,6 +179,8 @@ class LeanModule(Mixin):
                 args, kwargs = put_in_position(kind, args, kwargs)
             if self.accepts(*args, **kwargs):
                 return (self.lean_forward(*args, **kwargs),)
+            if self.dims is not None:  # tokens in a layer of maps, or a call that the own code refuses
+                return None
         bypassed.warn_of_input(self._lean.name or type(self).__name__)
         return None
 
@@ -211,7 +213,7 @@ class LeanModule(Mixin):
 
         With any others, the own code runs. By default, the first argument has to be a tensor of ``dims`` dimensions.
         """
-        return self.dims is None or (isinstance(args[0], Tensor) and args[0].dim() == self.dims)
+        return self.dims is None or (bool(args) and isinstance(args[0], Tensor) and args[0].dim() == self.dims)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the forward pass in training. By default the parts run one after the other, in their order."""

@@ -69,9 +69,8 @@ class BypassedModules:
         """
         if not self._warned:
             text = (
-                f'{name} runs its own code for an input that its operations do not take: a tensor of a class of its '
-                'own, one in another precision than the weights, one of another number of dimensions, or an argument '
-                'that they do not use'
+                f'{name} runs its own code for an input that its operations do not take: a tensor of a class, '
+                'precision or shape that they do not compute with, or an argument that they do not use'
             )
             print_log(text, logger='current', level=logging.WARNING)
         self._warned = True

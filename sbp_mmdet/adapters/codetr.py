@@ -1,6 +1,5 @@
 """mmcv's ``BaseTransformerLayer`` with its order of operations, which Co-DETR and other older DETRs are built of."""
 
-import inspect
 from types import SimpleNamespace
 
 from mmcv.cnn.bricks.transformer import BaseTransformerLayer
@@ -35,12 +34,25 @@ class LeanTransformerLayer(LeanModule):
         """See :meth:`.LeanModule.bypasses`."""
         return modules_of_encoder_layer(self.attentions[0], self.ffns[0], self.norms)
 
-    def accepts(self, query: Tensor, *args, **kwargs) -> bool:
+    def accepts(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        attn_masks: list[Tensor] | None = None,
+        query_key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs,
+    ) -> bool:
         """See :meth:`.LeanModule.accepts`."""
-        given = inspect.signature(self.lean_forward).bind(query, *args, **kwargs).arguments
-        return given.get('kwargs', {}).keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(
-            SimpleNamespace(**given), query
-        )
+        places = dict(reference_points=reference_points, spatial_shapes=spatial_shapes)
+        given = SimpleNamespace(level_start_index=level_start_index, **places)
+        return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(given, query)
 
     def lean_forward(
         self,

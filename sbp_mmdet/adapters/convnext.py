@@ -82,7 +82,11 @@ class LeanLayerNorm(LeanModule):
         """See :meth:`.LeanModule.parts`."""
         return dict(norm=LayerNormBinding(self))
 
-    def accepts(self, x: Tensor, *args, **kwargs) -> bool:
-        """See :meth:`.LeanModule.accepts`. A norm of maps normalises (N, C, H, W), any other tokens (N, L, C)."""
-        dims = 4 if stock_class(type(self)).__name__ == 'LayerNorm2d' else 3
-        return x.dim() == dims and not args and not kwargs
+    @property
+    def dims(self) -> int:
+        """Number of dimensions of a map (N, C, H, W) in a norm of maps, otherwise of tokens (N, L, C)."""
+        return 4 if stock_class(type(self)).__name__ == 'LayerNorm2d' else 3
+
+    def accepts(self, *args, **kwargs) -> bool:
+        """See :meth:`.LeanModule.accepts`."""
+        return len(args) == 1 and not kwargs and super().accepts(*args)

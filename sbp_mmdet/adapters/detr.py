@@ -146,6 +146,7 @@ class LeanDeformableAttention(LeanModule):
         """Run the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
         a = bind_arguments(MultiScaleDeformableAttention.forward, self, args, kwargs)
         if not are_known_places(a, a.query):
+            self._lean.bound.bypassed.warn_of_input(self._lean.name or type(self).__name__)
             return super(LeanModule, self).forward(*args, **kwargs)
         tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
         if not self.batch_first:

@@ -24,7 +24,8 @@ def loaded_channels(config: Config) -> int | None:
         otherwise.
     """
     steps = [*innermost_of(transforms_of((config.get('train_dataloader') or {}).get('dataset')))]
-    kinds = [TRANSFORMS.get(step['type']) if isinstance(step['type'], str) else step['type'] for step in steps]
+    types = [step.get('type') for step in steps]
+    kinds = [TRANSFORMS.get(kind) if isinstance(kind, str) else kind for kind in types]
     known = all(map(_is_of_libraries, kinds))
     grey = [step.get('color_type') == 'grayscale' for step in steps if name_of(step).startswith('LoadImage')]
     return 1 if grey and all(grey) and known else None
@@ -50,7 +51,12 @@ def find_channel_mismatch(config: Config, channels: int) -> str | None:
     for key in ('bgr_to_rgb', 'rgb_to_bgr'):
         if preprocessor.get(key) and channels < 3:
             return f'model.data_preprocessor: {key}=True needs images of 3 channels, and these have {images}; {remedy}'
-        channels = 3 if preprocessor.get(key) else channels  # it takes the first three
+        if preprocessor.get(key) and channels > 3:
+            images, remedy = (
+                f'3 channels behind {key}=True, which takes the first three of {channels}',
+                _remedy(channels),
+            )
+            channels = 3
     means = len(preprocessor.get('mean') or ())
     if means > 1 and means != channels:
         return f'model.data_preprocessor: mean has {means} values, but the images have {images}; {remedy}'

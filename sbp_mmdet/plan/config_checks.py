@@ -77,10 +77,10 @@ def check_options(config: Config, options: Mapping | None) -> None:
     Raises:
         ValueError: If the config has no such key at its top level, but a similar one.
     """
-    known = {*config, *inspect.signature(Runner.__init__).parameters}
+    known = {*config, *inspect.signature(Runner.__init__).parameters, 'tta_model', 'tta_pipeline'}
     for key in options or ():
         first = key.partition('.')[0]
-        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.8)
+        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.85)
         if near:
             raise ValueError(f"--cfg-options {key}: the config has no '{first}'; did you mean '{near[0]}'?")
 
@@ -296,8 +296,9 @@ def refuse_uncounted_models(path: str, config: Config) -> None:
     Raises:
         ValueError: If the preprocessor of the model is one for other batches.
     """
-    what = _UNCOUNTED.get(name_of(config.model.get('data_preprocessor') or {}))
-    if what:
+    preprocessor = config.model.get('data_preprocessor') or {}
+    what = _UNCOUNTED.get(name_of(preprocessor))
+    if what and not preprocessor.get('use_det_processor'):  # with it, a tracker's detector trains on images
         raise ValueError(
             f'{path}: {name_of(config.model)} trains on {what}. Such steps are not counted, and --size does not help; '
             'sbp-mmdet plan counts detectors that train on single images'

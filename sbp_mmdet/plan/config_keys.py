@@ -57,7 +57,8 @@ def _describe_missing_file(config, error):
     ]
     if not named:
         return f'{missing} does not exist; correct the key of the config that leads to it, such as data_root'
-    key, value = max(named, key=lambda one: len(one[1]))
+    # What reads a file first is a data set; an evaluator or a hook may name the same file.
+    key, value = max(named, key=lambda one: ('dataset' in one[0].split('.'), len(one[1])))
     path = next(path for path in paths if _ends_with(path, value))
     joined = '' if path == value else f' ({path})'
     root = ' or its data_root' if joined else ''
