@@ -186,7 +186,7 @@ PADDED = torch.tensor([[False] * 5, [True] * 5])
 MASKS = {
     'attention': dict(attn_mask=HIDDEN),
     'attention, numbers': dict(attn_mask=torch.zeros(5, 5).masked_fill(HIDDEN, -math.inf).double()),
-    'one head': dict(attn_mask=torch.stack([HIDDEN, *[~HIDDEN & False] * 3])),
+    'one head': dict(attn_mask=torch.stack([HIDDEN, *[torch.zeros_like(HIDDEN)] * 3])),
     'padding': dict(key_padding_mask=PADDED),
     'padding, numbers': dict(key_padding_mask=torch.zeros(2, 5).masked_fill(PADDED, -math.inf).double()),
     'both': dict(attn_mask=torch.eye(5, dtype=torch.bool).logical_not(), key_padding_mask=PADDED[:, :1] | HIDDEN[:2]),
@@ -353,12 +353,24 @@ def test_arguments_of_an_encoder_layer(name):
     assert_alike(plain, lean, call, normal(2, 20, 8), normal(2, 20, 8))
 
 
-@pytest.mark.parametrize('before', [True, False])
-def test_where_the_norms_of_a_layer_stand(before):
+def layer_of_mmcv():
     attention = dict(type='MultiScaleDeformableAttention', embed_dims=8, num_heads=2, num_levels=2, num_points=2,
                      dropout=0.0, batch_first=True)  # fmt: skip
     ffn = dict(type='FFN', embed_dims=8, feedforward_channels=8, ffn_drop=0.0)
-    layer = BaseTransformerLayer(attention, ffn, ('self_attn', 'norm', 'ffn', 'norm'), batch_first=True)
+    return BaseTransformerLayer(attention, ffn, ('self_attn', 'norm', 'ffn', 'norm'), batch_first=True)
+
+
+@pytest.mark.parametrize('name', [*ODD_CALLS, 'identity'])
+def test_arguments_of_a_layer_of_mmcv(name):
+    """Arguments that the layer does not name go to the attention; it gives the identity itself."""
+    given = deformable_arguments(**ODD_CALLS.get(name, dict(identity=normal(2, 20, 8))))
+    plain, lean = changed(layer_of_mmcv())
+    assert_alike(plain, lean, lambda m, x, pos: m(x, query_pos=pos, **given), normal(2, 20, 8), normal(2, 20, 8))
+
+
+@pytest.mark.parametrize('before', [True, False])
+def test_where_the_norms_of_a_layer_stand(before):
+    layer = layer_of_mmcv()
     layer.pre_norm = before
     plain, lean = changed(layer)
     plain.pre_norm = lean.pre_norm = True

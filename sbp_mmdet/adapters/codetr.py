@@ -1,5 +1,6 @@
 """mmcv's ``BaseTransformerLayer`` with its order of operations, which Co-DETR and other older DETRs are built of."""
 
+import inspect
 from types import SimpleNamespace
 
 from mmcv.cnn.bricks.transformer import BaseTransformerLayer
@@ -20,6 +21,7 @@ from .detr import (
 
 __all__ = ['LeanTransformerLayer']
 
+_ARGUMENTS = inspect.signature(BaseTransformerLayer.forward).parameters.keys()
 _ENCODER = ('self_attn', 'norm', 'ffn', 'norm')
 
 
@@ -34,25 +36,10 @@ class LeanTransformerLayer(LeanModule):
         """See :meth:`.LeanModule.bypasses`."""
         return modules_of_encoder_layer(self.attentions[0], self.ffns[0], self.norms)
 
-    def accepts(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        query_pos: Tensor | None = None,
-        key_pos: Tensor | None = None,
-        attn_masks: list[Tensor] | None = None,
-        query_key_padding_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        reference_points: Tensor | None = None,
-        spatial_shapes: Tensor | None = None,
-        level_start_index: Tensor | None = None,
-        **kwargs,
-    ) -> bool:
-        """See :meth:`.LeanModule.accepts`."""
-        places = dict(reference_points=reference_points, spatial_shapes=spatial_shapes)
-        given = SimpleNamespace(level_start_index=level_start_index, **places)
-        return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(given, query)
+    def accepts(self, query: Tensor, *args, **kwargs) -> bool:
+        """See :meth:`.LeanModule.accepts`. The layer hands keywords that it does not name to the attention."""
+        known = kwargs.keys() <= _ARGUMENTS | ARGUMENTS_OF_ATTENTION
+        return known and are_known_places(SimpleNamespace(**kwargs), query)
 
     def lean_forward(
         self,

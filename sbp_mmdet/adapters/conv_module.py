@@ -311,7 +311,6 @@ class LeanConv(LeanModule):
 class LeanConvModule(LeanModule):
     """mmcv's ``ConvModule``: convolution, norm and activation."""
 
-    dims = 4
     samples = has_reference = False
     folds_frozen_norms = hands_on = True
 

@@ -80,8 +80,7 @@ class ConvPoolBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the layer on (N, C, H, W)."""
-        x = self._layer(form, x)
-        return _run_pool(form, self.pool, x, relu=True) if x.dim() == 4 and x.numel() else self.pool(self.relu(x))
+        return _run_pool(form, self.pool, self._layer(form, x), relu=True)
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""

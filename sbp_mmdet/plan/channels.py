@@ -52,10 +52,7 @@ def find_channel_mismatch(config: Config, channels: int) -> str | None:
         if preprocessor.get(key) and channels < 3:
             return f'model.data_preprocessor: {key}=True needs images of 3 channels, and these have {images}; {remedy}'
         if preprocessor.get(key) and channels > 3:
-            images, remedy = (
-                f'3 channels behind {key}=True, which takes the first three of {channels}',
-                _remedy(channels),
-            )
+            images = f'3 channels behind {key}=True, which takes the first three of {channels}'
             channels = 3
     means = len(preprocessor.get('mean') or ())
     if means > 1 and means != channels:
