@@ -64,6 +64,17 @@ def test_values_and_gradients(name, form, kind):
     assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
 
 
+@pytest.mark.parametrize(('name', 'form', 'kind'), [(n, f, k) for n, f, k in KEPT if n in TAKES_FACTOR and k != 'few'])
+def test_a_number_for_all_images(name, form, kind):
+    """Where all images have one factor of stochastic depth, it may be given as a number."""
+    case = CASES[name]
+    for sizes in (dict(), dict(gamma=None))[: 1 if name.endswith('windows') else 2]:
+        tensors, given = case.inputs(**sizes)
+        f, _ = case.both(kind, form, given, factor=1.6)
+        _, plain = case.both(kind, form, given, factor=torch.full((2,), 1.6, dtype=torch.float64))
+        assert_near(differentiate(f, tensors), differentiate(plain, tensors), 1e-12)
+
+
 @pytest.mark.parametrize(('name', 'sizes', 'options'), OPTIONS, ids=str)
 def test_options(name, sizes, options):
     case = CASES[name]

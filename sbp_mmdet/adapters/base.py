@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.modes import runs_within_others
-from ..ops.common.precision import accumulator
 from ..ops.common.stochastic_depth import drawn_factor, on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
@@ -346,7 +345,7 @@ class LeanModule(Mixin):
             return part(form, x, factor=drawn_factor(drop, x, part.scale, rate), **options)
 
         def on_some(x):
-            return part(form, x, factor=x.new_full((len(x),), 1 / (1 - rate), dtype=accumulator(x)), **options)
+            return part(form, x, factor=1 / (1 - rate), **options)
 
         return on_images(on_some, x, images, part.parameters())
 

@@ -165,7 +165,7 @@ class ChannelMLPBinding(Binding):
     recomputes_conv: bool = True
     thinned = True
 
-    def __call__(self, form: Form, x: Tensor, positions: Positions | None = None, factor: Tensor | None = None):
+    def __call__(self, form: Form, x: Tensor, positions: Positions | None = None, factor: Tensor | float | None = None):
         """Run the operation on a map (N, C, H, W) or on tokens (N, L, C)."""
         shortcut, conv, dtype = x, None, autocast_dtype(x) or x.dtype
         if self.conv is not None and not self.recomputes_conv:
@@ -292,7 +292,7 @@ class SelfAttentionBinding(Binding):
         form: Form,
         x: Tensor,
         positions: Positions | None = None,
-        factor: Tensor | None = None,
+        factor: Tensor | float | None = None,
         mode: str = 'qkv',
         heads: Tensor | None = None,
     ):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
+from ..ops.common.stochastic_depth import factor_for
 from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..presets import Settings
 from .base import LeanBlock, LeanModule, adapter
@@ -32,7 +33,7 @@ class WindowAttentionBinding(Binding):
         """Stochastic depth."""
         return self.attn.drop
 
-    def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | None = None):
+    def __call__(self, form: Form, x: Tensor, size: tuple[int, int], factor: Tensor | float | None = None):
         """Run the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
         if form.implementation == 'reference':
             return self._reference(x, size, factor)
@@ -54,7 +55,7 @@ class WindowAttentionBinding(Binding):
             out = attn(self.norm(x), size)
         finally:
             attn.drop = drop
-        return x + out * factor.to(out.dtype)[:, None, None]
+        return x + (out * factor_for(factor, 3)).to(out.dtype)
 
     def reads(self, form: Form):
         """See :meth:`Binding.reads`. The reference form calls all modules except stochastic depth."""

@@ -50,7 +50,7 @@ class DecomposedAttentionBinding(Binding):
     window: int
     drop: nn.Module
 
-    def __call__(self, form: Form, x: Tensor, factor: Tensor | None = None):
+    def __call__(self, form: Form, x: Tensor, factor: Tensor | float | None = None):
         """Run the operation on a map (N, H, W, C)."""
         attn = self.attn
         settings = DecomposedSettings(form, attn.num_heads, self.window, self.norm.eps)

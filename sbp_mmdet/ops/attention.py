@@ -37,6 +37,7 @@ from .common.folding import add_branch, bias_or_zeros, fold, normalise, normalis
 from .common.layouts import Chunk, add_rows_
 from .common.precision import Stored, accumulate, column_sums, in_range, store
 from .common.row_sampling import draw
+from .common.stochastic_depth import factor_for
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
 
@@ -79,7 +80,8 @@ class AttentionTensors(NamedTuple):
         qkv_weight, qkv_bias (Tensor): Linear layer to Q, K and V, shapes (3 C, C) and (3 C,); the bias may be ``None``.
         proj_weight, proj_bias (Tensor): Projection W_p and b_p, shapes (C, C) and (C,).
         gamma (Tensor | None): Layer scale, shape (C,). Default: None.
-        factor (Tensor | None): Factor of the branch of each image, from stochastic depth, shape (N,). Default: None.
+        factor (Tensor | float | None): Factor of the branch from stochastic depth: of each image, shape (N,), or a
+            number for all of them. If ``None``, 1. Default: None.
         positions (Positions | None): Kept and dropped tokens, see :func:`.masks.token_positions`. If ``None``, all are
             kept. Default: None.
         heads (Tensor | None): Indices of the kept heads for mode 'head', int64. If ``None``, all. Default: None.
@@ -93,7 +95,7 @@ class AttentionTensors(NamedTuple):
     proj_weight: Tensor
     proj_bias: Tensor
     gamma: Tensor | None = None
-    factor: Tensor | None = None
+    factor: Tensor | float | None = None
     positions: Positions | None = None
     heads: Tensor | None = None
 
@@ -222,7 +224,7 @@ def _backward(settings, saved, grad, needs):
     t = saved.given
     # g = factor * dy, of the tokens whose branch sends gradients.
     incoming = take(grad, saved.keep)
-    incoming = incoming if t.factor is None else incoming * t.factor[:, None, None]
+    incoming = incoming if t.factor is None else incoming * factor_for(t.factor, 3)
     xhat = None if saved.xhat is None else saved.xhat.load(settings.dtype)
     weight, bias = (None, None) if xhat is None else _qkv_layer(settings, t, _head_channels(settings, t, 3))
     q, k, v, out, lse = _activations(settings, saved, xhat, weight, bias)

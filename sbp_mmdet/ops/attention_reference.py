@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.flash import attend
+from .common.stochastic_depth import factor_for
 
 __all__ = ['reference_attention']
 
@@ -34,7 +35,7 @@ def reference_attention(settings, tensors) -> Tensor:
         branch = _by_tokens(settings, t)
     if t.factor is None:
         return t.x + branch
-    return (t.x + branch * t.factor[:, None, None]).to(torch.promote_types(t.x.dtype, branch.dtype))
+    return (t.x + branch * factor_for(t.factor, 3)).to(torch.promote_types(t.x.dtype, branch.dtype))
 
 
 def _qkv(settings, t, x, first, last, heads=None):

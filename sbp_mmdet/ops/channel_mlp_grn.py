@@ -22,13 +22,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .channel_mlp import MLPWeights
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import add_branch, normalise, normalise_backward, unfold, unscale
+from .common.folding import (
+    add_branch,
+    fold_bias,
+    fold_weight,
+    normalise,
+    normalise_backward,
+    unfold,
+    unscale,
+)
 from .common.layouts import Chunk, chunks, in_shape, tokens_of
-from .common.precision import Stored, accumulate, accumulator, column_sums, in_range, store, zeros_for
+from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, in_range, store, zeros_for
 from .common.rerun_conv import Conv
 from .common.row_sampling import draw
+from .common.stochastic_depth import factor_for
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
 
@@ -67,7 +75,7 @@ class GRNTensors(NamedTuple):
     weight2: Tensor
     bias2: Tensor
     gamma: Tensor | None = None
-    factor: Tensor | None = None
+    factor: Tensor | float | None = None
     conv: Conv | None = None
 
 
@@ -90,6 +98,25 @@ class GRNSaved(NamedTuple):
     given: GRNTensors
 
 
+class _Weights(NamedTuple):
+    """The folded weights W1', b1', and W2, b2 of the package's docstring, in the precision of matrix products."""
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+    @classmethod
+    def folded(cls, t, dtype):
+        """Return the weights of an MLP, given its inputs."""
+        others = cast_all((fold_bias(t.weight1, t.bias1, t.norm_bias), t.weight2, t.bias2), dtype)
+        return cls(fold_weight(t.weight1, t.norm_weight, dtype), *others)
+
+    def hidden(self, xhat):
+        """Return the hidden layer of some rows, before the GELU."""
+        return torch.addmm(self.b1, xhat, self.w1.t())
+
+
 def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
     """Compute ``shortcut + factor * gamma * (GRN(GELU(LN(x) W1^T + b1)) W2^T + b2)`` with exact gradients.
 
@@ -104,7 +131,7 @@ def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
 
 
 def _forward(settings, tensors, needs):
-    t, weights = tensors, MLPWeights.folded(tensors, settings.dtype)
+    t, weights = tensors, _Weights.folded(tensors, settings.dtype)
     xhat, rstd = normalise(tokens_of(t.x), settings.eps, settings.dtype)
     # First pass over the positions: G. Second pass: u and y.
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
@@ -125,13 +152,13 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    t, weights = saved.given, MLPWeights.folded(saved.given, settings.dtype)
+    t, weights = saved.given, _Weights.folded(saved.given, settings.dtype)
     if t.conv is not None:
         xhat, rstd = normalise(tokens_of(t.conv.run()), settings.eps, settings.dtype)
     else:
         xhat, rstd = saved.xhat.load(settings.dtype), saved.rstd
     g = tokens_of(grad)
-    g = g if t.factor is None else g * t.factor[:, None, None]
+    g = g if t.factor is None else g * factor_for(t.factor, 3)
     total = column_sums(g.flatten(0, 1))
     scaled = (g if t.gamma is None else g * t.gamma).to(settings.dtype)
     outer, unit = in_range(g.flatten(0, 1), t.gamma, settings.dtype)

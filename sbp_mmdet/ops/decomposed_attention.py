@@ -25,6 +25,7 @@ from .common.autograd_function import Form, Operation, gradients_of, in_precisio
 from .common.folding import normalise, normalise_backward
 from .common.layouts import elements_at_a_time
 from .common.precision import Stored, accumulator, store
+from .common.stochastic_depth import factor_for
 
 __all__ = ['DecomposedSettings', 'DecomposedTensors', 'decomposed_attention', 'into_windows', 'out_of_windows']
 
@@ -64,7 +65,8 @@ class DecomposedTensors(NamedTuple):
         proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
         rows, columns (Tensor | None): Embeddings of the distances of rows and of columns, R_h and R_w, shape (., d).
             They are resized to the side of the attended map. If ``None``, there is no bias. Default: None.
-        factor (Tensor | None): Factor of the branch of each image, from stochastic depth, shape (N,). Default: None.
+        factor (Tensor | float | None): Factor of the branch from stochastic depth: of each image, shape (N,), or a
+            number for all of them. If ``None``, 1. Default: None.
     """
 
     x: Tensor
@@ -76,7 +78,7 @@ class DecomposedTensors(NamedTuple):
     proj_bias: Tensor
     rows: Tensor | None = None
     columns: Tensor | None = None
-    factor: Tensor | None = None
+    factor: Tensor | float | None = None
 
 
 DecomposedGradients = gradients_of(DecomposedTensors, 'factor')
@@ -206,7 +208,7 @@ def _forward(s, tensors, needs):
     out = torch.empty_like(t.x, dtype=torch.promote_types(t.x.dtype, s.dtype))
     for where in _split_map(s, t.x):
         branch = _branch(s, t._asdict(), xhat[where])
-        branch = branch if t.factor is None else branch * t.factor[where[0], None, None, None]
+        branch = branch if t.factor is None else branch * factor_for(t.factor, 4, where[0])
         torch.add(t.x[where], branch, out=out[where])
     return out, DecomposedSaved(store(xhat, s.form.storage, (1, 2)), rstd, t._replace(x=None))
 
@@ -219,7 +221,7 @@ def _backward(s, saved, grad, needs):
     xhat = saved.xhat.load(s.dtype)
     dx = torch.empty_like(grad) if needs.x else None
     for where in _split_map(s, xhat):
-        g = grad[where] if t.factor is None else grad[where] * t.factor[where[0], None, None, None]
+        g = grad[where] if t.factor is None else grad[where] * factor_for(t.factor, 4, where[0])
         with torch.enable_grad():
             own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
             rows = xhat[where].detach().requires_grad_(needs.x)

@@ -87,7 +87,8 @@ class WindowTensors(NamedTuple):
         table (Tensor): Bias of each relative position, shape ((2 window - 1)^2, h).
         proj_weight, proj_bias (Tensor): Projection, shapes (C, C) and (C,).
         index (Tensor): Row of the table for each pair of tokens, int64, shape (window^2, window^2).
-        factor (Tensor | None): Factor of the branch of each image, from stochastic depth, shape (N,). Default: None.
+        factor (Tensor | float | None): Factor of the branch from stochastic depth: of each image, shape (N,), or a
+            number for all of them. If ``None``, 1. Default: None.
     """
 
     x: Tensor
@@ -99,7 +100,7 @@ class WindowTensors(NamedTuple):
     proj_weight: Tensor
     proj_bias: Tensor
     index: Tensor
-    factor: Tensor | None = None
+    factor: Tensor | float | None = None
 
 
 WindowGradients = gradients_of(WindowTensors, 'index', 'factor')
@@ -166,8 +167,8 @@ def _forward(settings, tensors, needs):
             known.append(windows.qkv)
         branch.put(chunk, F.linear(windows.out(), layers.proj_weight, bias))
     branch = branch.whole.index_select(1, layout.places)
-    if whole and t.factor is None:
-        out = branch.add_(t.x)
+    if whole and not isinstance(t.factor, Tensor):
+        out = torch.add(t.x, branch, alpha=1 if t.factor is None else t.factor, out=branch)
     else:
         out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, settings.dtype)
     if not any(needs):

@@ -13,6 +13,7 @@ from torch import Tensor
 from .layouts import Chunk, empty_tokens, in_shape, layout_of, tokens_of
 from .precision import Sum, accumulator, cast, multiplied, promoted
 from .row_sampling import add_mean_term_
+from .stochastic_depth import factor_for
 
 __all__ = [
     'Incoming',
@@ -24,6 +25,8 @@ __all__ = [
     'normalise',
     'normalise_backward',
     'unfold',
+    'unit_of_channels',
+    'unit_statistics',
     'unscale',
 ]
 
@@ -42,7 +45,7 @@ class Incoming:
         grad (Tensor): Tokens (N, L, C), of any strides.
         bias (Tensor): Bias of the second layer, (C,).
         gamma (Tensor | None): Layer scale, (C,).
-        factor (Tensor | None): Factor of stochastic depth for each image, (N,).
+        factor (Tensor | float | None): Factor of stochastic depth for each image, (N,), or a number for all of them.
         dtype (torch.dtype): Dtype of matrix products.
 
     Attributes:
@@ -50,16 +53,17 @@ class Incoming:
         scale (Tensor | None): Product of ``unit`` and ``gamma``, if the rows are scaled.
     """
 
-    def __init__(self, grad: Tensor, bias: Tensor, gamma: Tensor | None, factor: Tensor | None, dtype: torch.dtype):
+    def __init__(
+        self, grad: Tensor, bias: Tensor, gamma: Tensor | None, factor: Tensor | float | None, dtype: torch.dtype
+    ):
         self.grad, self.gamma, self.dtype, self.unit, self.scale = grad, gamma, dtype, None, None
         self.factor, self._total = factor, Sum(bias)
-        self._by = None if factor is None else factor[:, None, None]
-        if gamma is not None and dtype == torch.float16 and grad.numel():
-            # In fp16, a tiny maximum would be zero. The maximum is that of all images, also dropped ones, and the
-            # factor, at most a few units, takes its share of the room.
-            largest = torch.linalg.vector_norm(grad, torch.inf, (0, 1), dtype=torch.float32)
-            self.unit = largest.clamp_min_(torch.finfo(torch.float32).tiny).mul_(16)
-            self._by = self.unit.reciprocal().expand(len(grad), 1, -1) if factor is None else self._by / self.unit
+        self._by = None if factor is None else factor_for(factor, 3)
+        if gamma is not None and dtype == torch.float16:
+            # The maximum is that of all images, also dropped ones, and the factor, at most a few units, takes its share
+            # of the room.
+            self.unit = unit_of_channels(grad)
+            self._by = self.unit.reciprocal() if factor is None else self._by / self.unit
             self.scale = self.unit * gamma
 
     def rows(self, chunk: Chunk, index: Tensor | None = None) -> Tensor:
@@ -78,13 +82,15 @@ class Incoming:
             return part.flatten(0, 1)
         layout = torch.preserve_format if as_it_is else torch.contiguous_format
         rows = torch.empty_like(part, dtype=self.dtype, memory_format=layout)
-        rows = rows.copy_(part) if self._by is None else torch.mul(part, self._by[chunk.images], out=rows)
+        by = self._by[chunk.images] if isinstance(self._by, Tensor) and self._by.dim() == 3 else self._by
+        rows = rows.copy_(part) if by is None else torch.mul(part, by, out=rows)
         return rows.flatten(0, 1)
 
     def _add(self, part, chunk):
         full = accumulator(part)
-        if self.factor is None:
-            self._total.add(part.sum((0, 1), dtype=full))
+        if not isinstance(self.factor, Tensor):
+            total = part.sum((0, 1), dtype=full)
+            self._total.add(total if self.factor is None else total.mul_(self.factor))
         else:
             self._total.add(torch.mv(part.sum(1, dtype=full).t(), self.factor[chunk.images].to(full)))
 
@@ -134,11 +140,29 @@ class Incoming:
         return rows if self.unit is None else multiplied(rows, self.scale, self.dtype)
 
 
+def unit_of_channels(grad: Tensor) -> Tensor:
+    """Return what each channel of a gradient is divided by to be in the range of fp16: 16 times its maximum.
+
+    Args:
+        grad (Tensor): Tokens (N, L, C) or a feature map (N, C, H, W).
+
+    Returns:
+        Tensor: Shape (C,), positive, in fp32, because in fp16 a tiny maximum would be zero.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    if not grad.numel():
+        return grad.new_full((grad.shape[1 if grad.dim() == 4 else 2],), tiny, dtype=torch.float32)
+    largest = torch.linalg.vector_norm(
+        grad, torch.inf, (0, *range(grad.dim())[2:]) if grad.dim() == 4 else (0, 1), dtype=torch.float32
+    )
+    return largest.clamp_min_(tiny).mul_(16)
+
+
 def add_branch(
     shortcut: Tensor,
     branch: Iterable[tuple[Chunk, Tensor]],
     gamma: Tensor | None,
-    factor: Tensor | None,
+    factor: Tensor | float | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return ``shortcut + factor * gamma * branch``, laid out like the shortcut, in the dtype of torch's own sum.
@@ -147,11 +171,11 @@ def add_branch(
         shortcut (Tensor): Map (N, C, H, W) or tokens (N, L, C).
         branch (Iterable[tuple[Chunk, Tensor]]): Chunks of the branch with their rows.
         gamma (Tensor | None): Layer scale, (C,).
-        factor (Tensor | None): Factor of stochastic depth for each image, (N,).
+        factor (Tensor | float | None): Factor of stochastic depth for each image, (N,), or a number for all of them.
         dtype (torch.dtype): Dtype of the branch's rows.
     """
-    scale = gamma
-    if factor is not None:
+    scale, number = gamma, 1 if factor is None or isinstance(factor, Tensor) else factor
+    if isinstance(factor, Tensor):
         scale = factor[:, None, None] if gamma is None else gamma * factor[:, None, None]
     kinds = [dtype] + ([] if gamma is None else [gamma.dtype])  # the factor is in full precision, and a scalar
     dtype = promoted(shortcut.dtype, *kinds)
@@ -164,20 +188,20 @@ def add_branch(
         own, place = tokens[chunk.images, chunk.rows], out[chunk.images, chunk.rows]
         rows = rows.view(own.shape)
         if scale is None:
-            torch.add(own, rows, out=place)
+            torch.add(own, rows, alpha=number, out=place)
         else:
-            _addcmul(own, rows, scale if scale.dim() == 1 else scale[chunk.images], place)
+            _addcmul(own, rows, scale if scale.dim() == 1 else scale[chunk.images], place, number)
     return in_shape(out, shortcut.shape)
 
 
-def _addcmul(*operands_and_out):
-    *operands, out = operands_and_out
-    kinds = {t.dtype for t in operands_and_out}
+def _addcmul(own, rows, scale, out, number):
+    operands = own, rows, scale
+    kinds = {t.dtype for t in (*operands, out)}
     if out.device.type == 'cpu' and len(kinds) > 1:  # torch 2.1 fails there
         kind = promoted(*kinds)
-        out.copy_(torch.addcmul(*(t.to(kind) for t in operands)))
+        out.copy_(torch.addcmul(*(t.to(kind) for t in operands), value=number))
     else:
-        torch.addcmul(*operands, out=out)
+        torch.addcmul(*operands, value=number, out=out)
 
 
 def normalise(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -199,9 +223,14 @@ def normalise(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return xhat.to(dtype).view(x.shape), rstd.view(*x.shape[:-1], 1)
 
 
-@functools.lru_cache(maxsize=8)
-def _unit_statistics(number, dtype, device):
+def unit_statistics(number: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return the means and the reciprocal deviations of rows of x-hat itself, shape (number, 1): zeros and ones."""
+    # Powers of two, so that images of many sizes share a few of these tensors.
+    return [x[:number] for x in _zeros_and_ones(1 << (number - 1).bit_length(), dtype, device)]
+
+
+@functools.lru_cache(maxsize=8)
+def _zeros_and_ones(number, dtype, device):
     zeros = torch.zeros(number, 1, dtype=dtype, device=device)
     return zeros, torch.ones_like(zeros)
 
@@ -228,9 +257,7 @@ def normalise_backward(grad: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor | N
     grad, xhat, rstd = grad.reshape(-1, channels), xhat.reshape(-1, channels), rstd.reshape(-1, 1)
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
-    # Powers of two, so that images of many sizes share a few of these tensors.
-    number = rstd.shape[0]
-    zero, one = (x[:number] for x in _unit_statistics(1 << (number - 1).bit_length(), rstd.dtype, rstd.device))
+    zero, one = unit_statistics(rstd.shape[0], rstd.dtype, rstd.device)
     dx, _, _ = torch.ops.aten.native_layer_norm_backward.default(
         grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
     )

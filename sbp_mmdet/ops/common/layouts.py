@@ -68,9 +68,17 @@ def in_shape(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tokens.transpose(1, 2).view(tokens.shape[0], tokens.shape[2], *shape[2:])
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """Return all positions of a feature map or of tokens as rows (N * L, C), a view where they are laid out so."""
-    return x.reshape(-1, x.shape[2]) if x.dim() == 3 else x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return all positions of a feature map or of tokens as rows (N * L, C), a view where they are laid out so.
+
+    Args:
+        x (Tensor): Feature map (N, C, H, W) or tokens (N, L, C).
+        dtype (torch.dtype | None): Precision of the rows. If ``None``, that of ``x``. Default: None.
+    """
+    x = x if x.dim() == 3 else x.permute(0, 2, 3, 1)
+    if dtype is not None and dtype is not x.dtype:  # one pass for layout and precision
+        x = x.to(dtype, memory_format=torch.contiguous_format)
+    return x.reshape(-1, x.shape[-1])
 
 
 def from_rows(rows: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -88,10 +88,15 @@ def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         tensors (Sequence[Tensor]): Tensors on one device.
         dtype (torch.dtype): Their precision.
     """
-    results = [x if x.dtype is dtype else torch.empty_like(x, dtype=dtype) for x in tensors]
-    new = [pair for pair in zip(results, tensors, strict=True) if pair[0] is not pair[1]]
+    results, new, given = [], [], []
+    for x in tensors:
+        if x.dtype is not dtype:
+            given.append(x)
+            x = torch.empty_like(x, dtype=dtype)
+            new.append(x)
+        results.append(x)
     if new:
-        torch._foreach_copy_(*map(list, zip(*new, strict=True)))
+        torch._foreach_copy_(new, given)
     return results
 
 
@@ -224,8 +229,10 @@ def accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     if _sums_in_full(a.device, a.dtype):
         product = torch.mm(a.t(), b, out_dtype=full)
         return product if total is None else total.add_(product)
-    each = _LONGEST_SUM if a.dtype == torch.float16 else max(len(b), 1)
-    for part, rows in zip(a.split(each), b.split(each), strict=True):
+    if a.dtype != torch.float16 or len(a) <= _LONGEST_SUM:
+        product = a.t() @ b
+        return product.to(full) if total is None else total.add_(product)
+    for part, rows in zip(a.split(_LONGEST_SUM), b.split(_LONGEST_SUM), strict=True):
         product = part.t() @ rows
         total = product.to(full) if total is None else total.add_(product)
     return total

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .precision import accumulator, autocast_dtype
 from .uncompiled import uncompiled
 
-__all__ = ['drawn_factor', 'on_images']
+__all__ = ['drawn_factor', 'factor_for', 'on_images']
 
 
 @uncompiled
@@ -48,6 +48,17 @@ def on_images(
     for i, part in zip(kept, out.split([runs[i][1] for i in kept]), strict=True):
         parts[i] = part
     return torch.cat(parts)
+
+
+def factor_for(factor: Tensor | float, dim: int, images: slice | int = slice(None)) -> Tensor | float:
+    """Return the factor of a branch so that a tensor (N, ...) can be multiplied by it.
+
+    Args:
+        factor (Tensor | float): Factor of each image, shape (N,), or a number for all of them.
+        dim (int): Number of dimensions of the tensor.
+        images (slice | int): Images that the tensor consists of. Default: all.
+    """
+    return factor[images].view(-1, *[1] * (dim - 1)) if isinstance(factor, Tensor) else factor
 
 
 def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) -> Tensor:
