@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sbp_mmdet.ops.common.autograd_function import Operation
 
-__all__ = ['FAULTS', 'Fault', 'plant']
+__all__ = ['FAULTS', 'IN_HALF', 'Fault', 'plant']
 
 OPS = 'sbp_mmdet.ops'
 
@@ -100,18 +100,30 @@ FAULTS = {
     'unfold: bias of the norm': Fault(
         'common.folding:unfold', 'dw if norm_bias is None else torch.addr', 'dw if True else torch.addr', 'Swin'
     ),
-    'MLP: layer scale': Fault('channel_mlp_full:_Sums.gradients', 'total, t.bias2)', 'total, 0 * t.bias2)', 'ConvNeXt'),
+    'MLP: layer scale': Fault(
+        'channel_mlp_backward:BackwardPass._gradients', '(gamma, total, cast', '(gamma, 0 * total, cast', 'ConvNeXt'
+    ),
     'MLP: weight behind the layer scale': Fault(
-        'channel_mlp_full:_Sums.__init__', 't.weight2 * self.gamma', 't.weight2', 'ConvNeXt'
+        'channel_mlp_backward:BackwardPass.__init__', 't.weight2 * self.column', 't.weight2', 'ConvNeXt'
     ),
     'MLP: statistics of the norm': Fault(
-        'channel_mlp_full:_Sums._add_through_layers', 'mean, rstd, t.norm', 'mean, rstd / 2, t.norm', 'ViT'
+        'common.token_norm:TokenNorm.backward', '*statistics, self', 'statistics[0], statistics[1] / 2, self', 'ViT'
     ),
     'MLP: hidden layer': Fault(
-        'channel_mlp_full:_Sums._add_through_layers',
+        'channel_mlp_backward:BackwardPass._add_through_layers',
         'F.gelu(drawn.of(hidden), approximate=approximate)',
         'F.relu(drawn.of(hidden))',
         'Swin',
+    ),
+    'MLP: deviation of the saved x-hat': Fault(
+        'channel_mlp_backward:BackwardPass._add_through_layers', 'dx.mul_((', 'dx.add(0 * (', 'Swin', 'int8'
+    ),
+    'norm: affine part of the saved x-hat': Fault(
+        'common.token_norm:TokenNorm.scale',
+        'addcmul(self.bias, xhat, self.weight)\n',
+        'add(self.bias, xhat)\n',
+        'Swin',
+        'int8',
     ),
     'norm: deviation': Fault('common.folding:normalise_backward', 'dx.mul_(rstd)', 'dx', 'Swin'),
     'fixed norm: epsilon': Fault(
@@ -198,14 +210,11 @@ FAULTS = {
     'windows: scale': Fault(
         'window_attention:_Windows.backward', 'k, beta=0, alpha=scale', 'k, beta=0, alpha=1', 'Swin'
     ),
-    'windows: folded scale': Fault(
-        'window_attention:_parameter_gradients', 'weight.mul_(scales[:, None])', 'weight', 'Swin', 'int8'
-    ),
-    'windows: folded padding': Fault(
-        'window_attention:_parameter_gradients', 'if sums.pads is not None:', 'if False:', 'Swin', 'int8'
+    'windows: deviation of the saved x-hat': Fault(
+        'window_attention:_backward', 'torch.addcmul(grad, dx, saved.rstd)', 'grad + dx', 'Swin', 'int8'
     ),
     'windows: padding in the forward pass': Fault(
-        'window_attention:_Windows.run', 'if pads is not None and not folded:', 'if False:', 'Swin'
+        'window_attention:_Windows.run', 'if pads is not None:', 'if False:', 'Swin'
     ),
     'windows: padding in the backward pass': Fault(
         'window_attention:_backward', 'g = windows.without_padding_(', 'g = (', 'Swin'
@@ -305,5 +314,11 @@ FAULTS = {
     'fusion: rows of the second softmax': Fault('bi_attention:_rows_backward', '- delta[n, :, None]', '', 'fusion'),
     'fusion: keys of an image': Fault(
         'bi_attention:_rows_backward', 'dkey[n] += gradients[1]', 'dkey[0] += gradients[1]', 'fusion'
+    ),
+}
+# Lines that run in half precision only.
+IN_HALF = {
+    'windows: folded scale': Fault(
+        'window_attention:_Layers.gradients', 'weight.mul_(self.scales[:, None])', 'weight', 'Swin'
     ),
 }

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from planted_faults import FAULTS, plant
+from planted_faults import FAULTS, IN_HALF, plant
 from verify_models import apply_and_get_log, assert_plain_training, build_in_training
 
 from sbp_mmdet.ops import conv_norm_act, residual_layer
@@ -60,9 +60,10 @@ def test_a_wrong_line(name, least, monkeypatch, caplog):
 )
 def test_a_wrong_line_in_half_precision(name, amp, monkeypatch, caplog):
     """Rounding flips ReLUs, which hides a small error, so both sides are also compared in full precision."""
-    model = build_in_training(FAULTS[name].model)
+    fault = (FAULTS | IN_HALF)[name]
+    model = build_in_training(fault.model)
     plain = copy.deepcopy(model)
-    plant(monkeypatch, FAULTS[name])
+    plant(monkeypatch, fault)
     assert_plain_training(model, plain, *apply_and_get_log(model, caplog, amp=amp))
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
-from .channel_mlp_backward import BackwardPass, MLPSaved, MLPWeights, chunks_of_map
+from .channel_mlp_backward import BackwardPass, MLPSaved, MLPWeights, chunks_of_map, folds_norm
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import add_branch, normalise
 from .common.layouts import as_rows, from_rows, in_shape, layout_of, tokens_of
@@ -149,28 +149,32 @@ def _reference(settings, tensors):
 
 def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; the input is saved for the kept ones (Algorithm 1).
-    s, t, normalised = settings, tensors, None
-    weights, parts, saves_normalised = MLPWeights(s, t, t.weight2, t.bias2), chunks_of_map(s, t, t.x), _normalises(s, t)
-    if len(parts) == 1 and not isinstance(t.factor, Tensor) and not saves_normalised:
-        branch = _run_rows(s, weights, weights.normalise(as_rows(t.x, weights.full))[0])
+    s, t, folds, normalised = settings, tensors, folds_norm(settings, tensors), None
+    weights, parts = MLPWeights(s, t, folds, t.weight2, t.bias2), chunks_of_map(s, t, t.x)
+    if len(parts) == 1 and not isinstance(t.factor, Tensor) and not _saves_normalised(s, t):
+        branch = _run_rows(s, weights, _normed(s, weights, as_rows(t.x)))
         return _add_whole(t, from_rows(branch, t.shortcut.shape)), _save(s, t, needs)
     x = tokens_of(t.x)
-    if saves_normalised:
-        x, _ = normalised = normalise(x, s.eps, s.dtype)
-    apply_norm = weights.scale if saves_normalised else weights.normalise
-    branch = ((chunk, _run_rows(s, weights, apply_norm(_rows_of(x, chunk, weights))[0])) for chunk in parts)
+    if _saves_normalised(s, t):
+        normalised = normalise(x, s.eps, s.dtype)
+        branch = ((chunk, _run_rows(s, weights, chunk.take_rows(normalised[0]))) for chunk in parts)
+    else:
+        branch = ((chunk, _run_rows(s, weights, _normed(s, weights, chunk.take_rows(x)))) for chunk in parts)
     return add_branch(t.shortcut, branch, t.gamma, t.factor, s.dtype), _save(s, t, needs, normalised)
 
 
-def _rows_of(x, chunk, weights):
-    return as_rows(x[chunk.images, chunk.rows], weights.full)
+def _normed(settings, weights, rows):
+    """Return rows of the input behind the norm, or x-hat if the norm is folded into the first layer."""
+    if weights.norm is None:
+        return normalise(rows, settings.eps, settings.dtype)[0]
+    return weights.norm.run(rows)[0]
 
 
 def _run_rows(settings, weights, rows):
     """Return the branch of rows behind the norm, without layer scale."""
     weight2, bias2 = weights.others
     hidden = aten.gelu_.default(weights.hidden(rows), approximate=settings.approximate)
-    return torch.addmm(bias2, hidden, weight2.t())
+    return F.linear(hidden, weight2, bias2)
 
 
 def _add_whole(t, branch):
@@ -185,7 +189,7 @@ def _add_whole(t, branch):
     return torch.addcmul(shortcut, branch, gamma, value=number)
 
 
-def _normalises(settings, t):
+def _saves_normalised(settings, t):
     """Return whether x-hat is saved, because it takes less memory than the input."""
     return t.conv is None and (t.x.dtype is not settings.dtype or settings.form.storage != 'native')
 
@@ -197,7 +201,7 @@ def _save(settings, tensors, needs, normalised=None):
     hidden = through_gelu or needs.weight2 or needs.gamma
     if not hidden and not needs.bias2:
         return None
-    source, rstd, is_normalised = None, None, _normalises(s, t)
+    source, rstd, is_normalised = None, None, _saves_normalised(s, t)
     if hidden and t.conv is None:
         source = tokens_of(t.x)
         if is_normalised:

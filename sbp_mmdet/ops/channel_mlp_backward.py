@@ -7,8 +7,14 @@ the kept tokens, in chunks of rows, and sums over them:
     dgamma = factor * (row sums of A * W2 + b2 * sum of g),
     dh = (g diag(c) W2) * GELU'(h),   dW1 = dh^T y,   db1 = sum of dh,   dx = LN'(dh W1; x).
 
-The norm is computed in full precision, as autocast does it on a GPU, and its backward pass is torch's own. Where x-hat
-is saved, it stands for x with mean 0 and deviation 1, and the gradient is multiplied by the reciprocal deviation of x.
+This is what full precision needs: torch's own norm, forwards and backwards. In half precision, and where x-hat is
+saved in eight bits, the norm is folded into the first layer (:func:`.folding.fold`), so that x-hat itself is the factor
+of matrix products:
+
+    h = x-hat W1'^T + b1',   dW1' = dh^T x-hat,   dx = rstd * LN'(dh W1'; x-hat).
+
+Folding takes a dozen calls on weights, but no pass over maps, where torch's norm would cast each map to full precision
+and back.
 """
 
 from typing import NamedTuple
@@ -18,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
-from .common.folding import unit_of_channels, unit_statistics
+from .common.folding import fold_bias, fold_weight, normalise, normalise_backward, unfold, unit_of_channels
 from .common.layouts import (
     Chunk,
     as_rows,
@@ -30,13 +36,13 @@ from .common.layouts import (
     put_together,
     tokens_of,
 )
-from .common.precision import Stored, accumulate, accumulator, cast, cast_all, column_sums, multiplied, zeros_for
+from .common.precision import FULL, Stored, accumulate, accumulator, cast, cast_all, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
+from .common.token_norm import TokenNorm
 
-__all__ = ['BackwardPass', 'MLPSaved', 'MLPWeights', 'chunks_of_map']
+__all__ = ['BackwardPass', 'MLPSaved', 'MLPWeights', 'chunks_of_map', 'folds_norm']
 
 aten = torch.ops.aten
-_norm_backward = aten.native_layer_norm_backward.default
 _PARAMETERS = 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2'
 
 
@@ -65,46 +71,38 @@ class MLPSaved(NamedTuple):
 
 
 class MLPWeights:
-    """Parameters of the norm in full precision, and those of pointwise layers in the precision of matrix products.
+    """The norm, and the pointwise layers in the precision of matrix products.
 
     Args:
         settings (MLPSettings): Settings with a dtype.
         t (MLPTensors): Inputs.
-        *others (Tensor): Further tensors to cast, in the same launch as the first layer's.
+        folds (bool): Whether the norm is folded into the first layer.
+        *others (Tensor): Further tensors to cast, in the same launch as others of the MLP.
     """
 
-    def __init__(self, settings, t, *others):
-        self.dtype, self.eps = settings.dtype, settings.eps
-        self.full = full = torch.float64 if settings.dtype is torch.float64 else torch.float32
-        weight, bias = t.norm_weight, t.norm_bias
-        self.norm_weight = weight if weight is None or weight.dtype is full else weight.to(full)
-        self.norm_bias = bias if bias is None or bias.dtype is full else bias.to(full)
-        self.w1, self.b1, *self.others = cast_all((t.weight1, t.bias1, *others), settings.dtype)
-
-    def normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Apply the layer norm to rows in full precision.
-
-        Args:
-            x (Tensor): Rows of the norm's input, shape (K, C).
-
-        Returns:
-            tuple[Tensor, Tensor, Tensor, Tensor]: The rows behind the norm, in the precision of matrix products, and
-            what the norm's backward pass reads: ``x``, its mean and its reciprocal deviation, shape (K, 1).
-        """
-        rows, mean, rstd = torch.native_layer_norm(x, x.shape[1:], self.norm_weight, self.norm_bias, self.eps)
-        return rows if self.dtype is self.full else rows.to(self.dtype), x, mean, rstd
-
-    def scale(self, xhat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Apply the affine part of the layer norm to rows of x-hat; otherwise as :meth:`normalise`."""
-        xhat, weight, bias = cast(xhat, self.full), self.norm_weight, self.norm_bias
-        rows = xhat
-        if weight is not None:
-            rows = xhat * weight if bias is None else torch.addcmul(bias, xhat, weight)
-        return cast(rows, self.dtype), xhat, *unit_statistics(len(xhat), self.full, xhat.device)
+    def __init__(self, settings, t, folds, *others):
+        dtype = settings.dtype
+        if folds:
+            self.norm = None
+            self.b1, *self.others = cast_all((fold_bias(t.weight1, t.bias1, t.norm_bias), *others), dtype)
+            self.w1 = fold_weight(t.weight1, t.norm_weight, dtype)
+        else:
+            self.norm = TokenNorm(t.norm_weight, t.norm_bias, settings.eps, dtype)
+            self.w1, self.b1, *self.others = cast_all((t.weight1, t.bias1, *others), dtype)
 
     def hidden(self, rows: Tensor) -> Tensor:
-        """Return the hidden layer of rows behind the norm, before the GELU."""
-        return torch.addmm(self.b1, rows, self.w1.t())
+        """Return the hidden layer of rows behind the norm, or of x-hat, before the GELU."""
+        return F.linear(rows, self.w1, self.b1)
+
+
+def folds_norm(settings, t) -> bool:
+    """Return whether the norm is folded into the first layer.
+
+    Args:
+        settings (MLPSettings): Settings with a dtype.
+        t (MLPTensors): Inputs.
+    """
+    return settings.dtype not in FULL or (settings.form.storage != 'native' and t.conv is None)
 
 
 def chunks_of_map(settings, t, x: Tensor, keep: Tensor | None = None) -> list[Chunk]:
@@ -133,11 +131,12 @@ class BackwardPass:
     def __init__(self, settings, saved: MLPSaved, grad: Tensor, needs):
         t = saved.given
         self.settings, self.saved, self.t, self.grad, self.needs = settings, saved, t, grad, needs
-        self.dtype, self.keep = settings.dtype, saved.keep
-        self.norm = needs.x, needs.norm_weight, needs.norm_bias  # gradients of the norm
-        self.first = any(self.norm) or needs.weight1 or needs.bias1
+        self.dtype, self.full = settings.dtype, torch.float64 if settings.dtype is torch.float64 else torch.float32
+        self.of_norm = needs.x, needs.norm_weight, needs.norm_bias
+        self.first = any(self.of_norm) or needs.weight1 or needs.bias1
         self.outer = needs.weight2 or needs.gamma
-        self.weights = MLPWeights(settings, t)
+        self.folds = folds_norm(settings, t)
+        self.weights = MLPWeights(settings, t, self.folds)
         # Stochastic depth is a factor of each image, or a number that layer scale is multiplied by.
         self.factor = t.factor if isinstance(t.factor, Tensor) else None
         self.number = 1 if t.factor is None or self.factor is not None else t.factor
@@ -149,70 +148,69 @@ class BackwardPass:
         if t.gamma is not None and self.dtype is torch.float16:
             self.unit = unit_of_channels(grad)
         self.column = self.scale.unsqueeze(1) if isinstance(self.scale, Tensor) else self.scale
-        self.w2 = self._second_weight()
+        # What rows of g are multiplied by for the gradient of the hidden layer.
+        if self.scale is None or self.unit is not None:
+            self.w2 = cast(t.weight2, self.dtype)
+        elif t.weight2.dtype is self.dtype:
+            self.w2 = t.weight2 * self.column
+        else:
+            self.w2 = torch.mul(t.weight2, self.column, out=torch.empty_like(t.weight2, dtype=self.dtype))
         self.means = None, None
-        self._samples = settings.form.sample and (self.outer or needs.weight1)
+        self.needs_product = needs.weight1 or (self.folds and needs.norm_weight)
+        self._samples = settings.form.sample and (self.outer or self.needs_product)
         # By the name of the parameter whose gradient follows from it: sums of outer products, and of vectors.
         self.products, self.sums = dict(weight1=None, weight2=None), {}
 
-    def _second_weight(self):
-        """Return what rows of g are multiplied by for the gradient of the hidden layer."""
-        weight = self.t.weight2
-        if self.scale is None or self.unit is not None:
-            return cast(weight, self.dtype)
-        if isinstance(self.scale, Tensor):
-            return multiplied(weight, self.column, self.dtype)
-        return torch.mul(weight, self.scale, out=torch.empty_like(weight, dtype=self.dtype))
-
     def run(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of ``x`` and, in the order of the tensors, of the parameters."""
-        grad, keep, source, conv = self.grad, self.keep, self.saved.source, self.t.conv
+        grad, keep, source, conv = self.grad, self.saved.keep, self.saved.source, self.t.conv
         parts = chunks_of_map(self.settings, self.t, grad, keep)
         x = None if conv is None else conv.run()
         if len(parts) == 1 and keep is None and self.factor is None:
-            dx = self._add(grad, source if x is None else Stored(x))
-            return None if dx is None else self._whole(dx), self._gradients()
+            return self._run_whole(x), self._gradients()
+        tokens = tokens_of(grad)
         if x is not None:
             x = tokens_of(x)
             source = Stored(x if keep is None else take(x, keep))
-        tokens = tokens_of(grad)
         if self._samples and tokens.numel():
             some = some_rows(len(tokens), source.values.shape[1])
-            self._find_means(*self._activations(source.part(some.images, some.rows))[:2])
-        dx = self._input_gradient(tokens, source) if self.needs.x else None
+            self._find_means(*self._activations(source, some)[:2])
+        dx = self._allocate_gradient(source) if self.needs.x else None
         for chunk in parts:
             part = tokens[chunk.images, chunk.rows]
             if keep is not None:
                 part = chunk.take_rows(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
-            own = None if source is None else source.part(chunk.images, chunk.rows)
-            rows = self._add(part, own, chunk)
-            if dx is not None:
-                chunk.put_(dx, rows)
-            del rows  # otherwise it exists beside those of the next chunk
-        if dx is None:
-            return None, self._gradients()
-        dx = put_together(dx, keep, tokens.shape[1])
-        return laid_out(in_shape(dx, grad.shape), self.saved.layout), self._gradients()
+            self._add(part, source, chunk, None if dx is None else dx[chunk.images, chunk.rows])
+        if dx is not None:
+            dx = laid_out(in_shape(put_together(dx, keep, tokens.shape[1]), grad.shape), self.saved.layout)
+        return dx, self._gradients()
 
-    def _input_gradient(self, tokens, source):
+    def _run_whole(self, x):
+        """Run the backward pass of all rows at a time, and return the gradient of the input."""
+        source, shape = self.saved.source if x is None else Stored(x), self.grad.shape
+        if not self.folds:
+            dx = self._add(self.grad, source)
+            return None if dx is None else from_rows(dx, shape)
+        dx = None
+        if self.needs.x:
+            source = source if x is None else Stored(tokens_of(x))
+            dx = self._allocate_gradient(source)
+        self._add(self.grad, source, None, dx)
+        return None if dx is None else in_shape(dx, shape)
+
+    def _allocate_gradient(self, source):
         """Return the tensor (N, K, C) that gradients of the input are written to."""
-        if self.t.conv is not None and source.values.dtype is self.saved.dtype:
-            return source.values  # recomputed here; each chunk is read before its gradient takes its place
-        kept, layout = (tokens.shape[1], self.saved.layout) if self.keep is None else (len(self.keep), None)
-        return empty_tokens((len(tokens), kept, tokens.shape[2]), layout, self.saved.dtype, tokens.device)
-
-    def _whole(self, rows):
-        """Return the rows of all tokens as the gradient of the input."""
-        dx = from_rows(rows, self.grad.shape)
-        if dx.dtype is self.saved.dtype:
-            return dx
-        return dx.to(self.saved.dtype, memory_format=self.saved.layout or torch.contiguous_format)
+        values, dtype = source.values, self.saved.dtype
+        if self.t.conv is not None and values.dtype is dtype:
+            return values  # recomputed here; each chunk is read before its gradient takes its place
+        layout = self.saved.layout if self.saved.keep is None else None
+        return empty_tokens(values.shape, layout, dtype, values.device)
 
     def _incoming(self, part, factor):
         """Return g as rows for matrix products, divided by ``unit``, and its sum over them."""
         if part.dtype is self.dtype and self.unit is None and factor is None:
             rows = as_rows(part)
-            return rows, column_sums(rows)
+            return rows, rows.sum(0, dtype=self.full)
         part = part.permute(0, 2, 3, 1) if part.dim() == 4 else part
         full, by = accumulator(part), None if self.unit is None else self.unit.reciprocal()
         if factor is None:
@@ -227,46 +225,59 @@ class BackwardPass:
             torch.mul(part, by, out=rows)
         return rows.view(-1, part.shape[-1]), total
 
-    def _activations(self, part):
-        """Return the hidden layer of some rows and the results of :meth:`MLPWeights.normalise`.
+    def _activations(self, source, chunk=None):
+        """Recompute some rows.
 
         Args:
-            part (Stored): Their input or x-hat.
+            source (Stored): Input of the norm or x-hat.
+            chunk (Chunk | None): The rows. If ``None``, all.
+
+        Returns:
+            tuple: The hidden layer, the rows in front of it, and what the norm's backward pass reads: the input with
+            mean and reciprocal deviation, or x-hat with the reciprocal deviation of the input.
         """
-        weights = self.weights
-        if self.saved.is_normalised:
-            normed = weights.scale(as_rows(part.load(self.dtype)))
+        saved, weights, dtype = self.saved, self.weights, self.dtype
+        part = source if chunk is None else source.part(chunk.images, chunk.rows)
+        if not self.folds:
+            x = as_rows(part.values, self.full)
+            rows, *statistics = weights.norm.run(x)
+            return weights.hidden(rows), rows, (x, *statistics)
+        if saved.is_normalised:
+            rows, rstd = as_rows(part.load(dtype)), saved.rstd
+            rstd = rstd if rstd is None or chunk is None else rstd[chunk.images, chunk.rows]
         else:
-            normed = weights.normalise(as_rows(part.values, weights.full))
-        return weights.hidden(normed[0]), *normed
+            rows, rstd = normalise(as_rows(part.values), self.settings.eps, dtype)
+        return weights.hidden(rows), rows, (rows, rstd)
 
     def _find_means(self, hidden, rows):
         """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`.some_rows`."""
         self.means = rows.mean(0), F.gelu(hidden, approximate=self.settings.approximate).mean(0)
 
-    def _add(self, part, source, chunk=None):
-        """Add rows to the sums, and return the gradient of their input, if it is needed.
+    def _add(self, part, source, chunk=None, out=None):
+        """Add rows to the sums, and compute the gradient of their input, if it is needed.
 
         Args:
             part (Tensor): Gradient of the branch: tokens of a chunk, or the feature map or tokens of all.
-            source (Stored | None): Their input or x-hat.
+            source (Stored | None): Input or x-hat of all rows.
             chunk (Chunk | None): The chunk. If ``None``, these are all rows.
+            out (Tensor | None): Where the gradient of the input is written, shape (n, k, C). If ``None``, it is
+                returned, shape (K, C), or not needed.
         """
         factor = None if self.factor is None else self.factor[chunk.images]
         (rows, total), dx = self._incoming(part, factor), None
         sums = dict(bias2=total)
         if self.outer or self.first:
-            dx = self._add_through_layers(rows, source, chunk, sums)
+            dx = self._add_through_layers(rows, source, chunk, sums, out)
         if self.sums:
             torch._foreach_add_([self.sums[name] for name in sums], [*sums.values()])
         else:
             self.sums = sums
         return dx
 
-    def _add_through_layers(self, g, source, chunk, sums):
+    def _add_through_layers(self, g, source, chunk, sums, out):
         """Add rows to the sums of products, vectors into ``sums``, and return the gradient of the input."""
         products, approximate, weights = self.products, self.settings.approximate, self.weights
-        hidden, rows, x, mean, rstd = self._activations(source)
+        hidden, rows, normed = self._activations(source, chunk)
         if self._samples and chunk is None:
             images = self.grad.shape[0]
             some = some_rows(images, len(g) // images)
@@ -282,24 +293,21 @@ class BackwardPass:
         dh = torch.mm(g, self.w2)
         dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         del g, hidden
-        sums['bias1'] = column_sums(dh)
-        if self.needs.weight1:
-            rows = centre_(drawn.of(rows), self.means[0])
-            products['weight1'] = accumulate(products['weight1'], drawn.divided(dh), rows)
-        if not any(self.norm):
+        sums['bias1'] = dh.sum(0, dtype=self.full)
+        if self.needs_product:
+            drawn_rows = centre_(drawn.of(rows), self.means[0])
+            products['weight1'] = accumulate(products['weight1'], drawn.divided(dh), drawn_rows)
+        if not (self.needs.x if self.folds else any(self.of_norm)):
             return None
         dy = torch.mm(dh, weights.w1)
-        del dh, rows
-        dy = dy if dy.dtype is weights.full else dy.to(weights.full)
-        numbers = mean, rstd, weights.norm_weight, weights.norm_bias
-        dx, *norm = _norm_backward(dy, x, x.shape[1:], *numbers, self.norm)
-        for name, gradient in zip(('norm_weight', 'norm_bias'), norm, strict=True):
+        del dh
+        if self.folds:
+            return normalise_backward(dy, *normed, out)
+        dx, *of_norm = weights.norm.backward(dy, normed[0], normed[1:], self.of_norm)
+        for name, gradient in zip(('norm_weight', 'norm_bias'), of_norm, strict=True):
             if gradient is not None:
                 sums[name] = gradient
-        if dx is not None and self.saved.is_normalised:
-            rstd = self.saved.rstd
-            dx.mul_((rstd if chunk is None else rstd[chunk.images, chunk.rows]).reshape(-1, 1))
-        return dx
+        return dx if out is None else out.copy_(dx.view(out.shape))
 
     def _gradients(self):
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
@@ -308,14 +316,19 @@ class BackwardPass:
             given = {name: getattr(t, name) for name in _PARAMETERS}
             sums = {name: None if p is None else zeros_for(p) for name, p in given.items()}
         total, b1 = sums['bias2'], sums['bias1'] if self.first else None
-        w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if needs.weight1 else None
+        w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if self.needs_product else None
         outer = None
         if self.outer:
             mean = self.means[1]
             outer = add_mean_term_(sums['weight2'], total if mean is None or unit is None else total / unit, mean)
-        norm = [sums[name] if getattr(needs, name) else None for name in ('norm_weight', 'norm_bias')]
+        if not self.folds:
+            first = [sums.get('norm_weight'), sums.get('norm_bias'), w1, b1]
+        elif b1 is None:
+            first = [None] * 4
+        else:
+            first = unfold(w1, b1, t.weight1, t.norm_weight, t.norm_bias)
         if scale is None:
-            return [*norm, w1, b1, outer, total, None]
+            return [*first, outer, total, None]
         gamma = None
         if needs.gamma:
             gamma = (outer * t.weight2).sum(1)
@@ -324,4 +337,4 @@ class BackwardPass:
             gamma = gamma if self.number == 1 else gamma.mul_(self.number)
         if needs.weight2:
             outer = outer.mul_(self.column if unit is None else self.column * unit.unsqueeze(1))
-        return [*norm, w1, b1, outer if needs.weight2 else None, total * scale, gamma]
+        return [*first, outer if needs.weight2 else None, total * scale, gamma]

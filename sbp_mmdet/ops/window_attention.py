@@ -1,21 +1,20 @@
 """The attention layer of a Swin block, with exact gradients.
 
-    x-hat = LN(x) without its affine part,  [Q K V] = x-hat W'^T + b',  y = x + factor * (proj(windows(Q, K, V)))
+    [Q K V] = LN(x) W^T + b,  y = x + factor * (proj(windows(Q, K, V)))
 
 Attention runs inside of the windows of a feature map, which are shifted in every second block; B is the bias of each
 relative position:
 
     M = s Q K^T + B,  S = softmax(M),  O = S V.
 
-x-hat and its reciprocal deviation are saved: neither Q, K, V, of three times the channels, nor an attention map. In
-full precision x is saved, which is as large as x-hat, and torch's own norm is recomputed: folding the norm into the
-first layer would take a dozen calls. The backward pass recomputes some windows at a time, and from the gradient dO of
-their outputs
+The input is saved: neither Q, K, V, of three times the channels, nor an attention map. If the input is in full
+precision and the products are not, x-hat is saved instead, the normalised input before the affine part of the norm, and
+its reciprocal deviation. The backward pass recomputes some windows at a time, and from the gradient dO of their outputs
 
     dV = S^T dO,  dS = dO V^T,  dM = S * (dS - rowsum(S * dS)),  dQ = s dM K,  dK = s dM^T Q,  dB = sum of dM.
 
 A feature map that the windows do not divide is padded after the norm, with tokens that are zero: their Q, K and V are
-the bias of the linear layer alone, without that of the norm, and other tokens attend to them.
+the bias of the linear layer, and other tokens attend to them.
 """
 
 import dataclasses
@@ -28,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import Incoming, add_branch, bias_or_zeros, fold, normalise, normalise_backward, unfold
+from .common.folding import Incoming, add_branch, normalise
 from .common.layouts import Chunk
-from .common.precision import Stored, Sum, accumulator, cast, column_sums, in_full_precision, store
+from .common.precision import FULL, Stored, Sum, accumulator, cast, cast_all, column_sums, multiplied, store
 from .common.row_sampling import draw
+from .common.token_norm import TokenNorm
 from .window_layout import Collected, window_layout
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
@@ -110,13 +110,13 @@ class WindowSaved(NamedTuple):
     """Tensors saved for the backward pass.
 
     Attributes:
-        xhat (Stored): Normalised tokens, shape (N, L, C); without a deviation, the tokens themselves.
-        rstd (Tensor | None): Their reciprocal deviation, shape (N, L, 1).
+        source (Stored): Tokens x, or x-hat, shape (N, L, C).
+        rstd (Tensor | None): Reciprocal deviation of the tokens, shape (N, L, 1), if ``source`` is x-hat.
         given (WindowTensors): Parameters, index and factor.
         qkv (tuple[Tensor, ...]): Q, K and V of each chunk of windows. If empty, they are recomputed.
     """
 
-    xhat: Stored
+    source: Stored
     rstd: Tensor | None
     given: WindowTensors
     qkv: tuple[Tensor, ...] = ()
@@ -141,121 +141,110 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
     return _window_attention(in_precision(settings, tensors.x), tensors)
 
 
-def _saves_input(settings, t):
-    """Return whether the input is saved: in full precision, where it is not to be rounded to eight bits."""
-    return settings.form.storage == 'native' and in_full_precision(settings.dtype, t.x, t[:8])
-
-
-def _normalised(settings, t, x):
-    """Return the output of the norm with mean and reciprocal deviation, in full precision."""
-    return torch.native_layer_norm(x, x.shape[2:], t.norm_weight, t.norm_bias, settings.eps)
-
-
 def _forward(settings, tensors, needs):
-    t, layout = tensors, window_layout(settings.size, settings.window, settings.shift, tensors.x.device)
-    whole, rstd = _saves_input(settings, t), None
-    if whole:
-        layers, xhat = _Layers.plain(settings, t), _normalised(settings, t, t.x)[0]
+    s, t, layout = settings, tensors, window_layout(settings.size, settings.window, settings.shift, tensors.x.device)
+    layers, rstd = _Layers.of(s, t), None
+    if s.form.storage == 'native' and t.x.dtype is s.dtype:
+        tokens = layers.norm.run(cast(t.x, layers.norm.full))[0]
     else:
-        layers = _Layers.folded(settings, t)
-        xhat, rstd = normalise(t.x, settings.eps, settings.dtype)
-    bias = cast(t.proj_bias, settings.dtype)
+        tokens, rstd = normalise(t.x, s.eps, s.dtype)
     branch, known = Collected(len(layout.order)), []  # in the order of the windows
-    for chunk in layout.chunks(settings, len(xhat), xhat.shape[2]):
-        windows = _Windows.run(settings, layers, layout, xhat, chunk)
-        if settings.form.recomputed:
+    for chunk in layout.chunks(s, len(tokens), tokens.shape[2]):
+        windows = _Windows.run(s, layers, layout, tokens, rstd is not None, chunk)
+        if s.form.recomputed:
             known.append(windows.qkv)
-        branch.put(chunk, F.linear(windows.out(), layers.proj_weight, bias))
+        branch.put(chunk, F.linear(windows.out(), layers.proj_weight, layers.proj_bias))
     branch = branch.whole.index_select(1, layout.places)
-    if whole and not isinstance(t.factor, Tensor):
+    if branch.dtype is t.x.dtype and not isinstance(t.factor, Tensor):
         out = torch.add(t.x, branch, alpha=1 if t.factor is None else t.factor, out=branch)
     else:
-        out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, settings.dtype)
+        out = add_branch(t.x, [(Chunk.whole(branch), branch)], None, t.factor, s.dtype)
     if not any(needs):
         return out, None
-    stored = Stored(t.x) if whole else store(xhat, settings.form.storage)
+    stored = Stored(t.x) if rstd is None else store(tokens, s.form.storage)
     return out, WindowSaved(stored, rstd, t._replace(x=None), tuple(known))
 
 
 def _backward(settings, saved, grad, needs):
-    t, layout = saved.given, window_layout(settings.size, settings.window, settings.shift, grad.device)
-    whole, sample = saved.rstd is None, settings.form.sample
-    if whole:
-        layers, x = _Layers.plain(settings, t), saved.xhat.values
-        xhat, *statistics = _normalised(settings, t, x)
+    s, t, layout = settings, saved.given, window_layout(settings.size, settings.window, settings.shift, grad.device)
+    layers, is_normalised, sample = _Layers.of(s, t), saved.rstd is not None, s.form.sample
+    if is_normalised:
+        source = tokens = saved.source.load(s.dtype)
+        statistics = None
     else:
-        layers, xhat = _Layers.folded(settings, t), saved.xhat.load(settings.dtype)
-    # For each chunk of windows, with g = factor * dy in their order: dO = g W_p, dW_p = g^T O, dW' = d[Q K V]^T x-hat
-    # and dx-hat = d[Q K V] W'. Padding sends no gradient to W_p, x-hat and the norm.
-    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, settings.dtype), _allocate_sums(t, layers, layout)
+        source = saved.source.values
+        tokens, *statistics = layers.norm.run(cast(source, layers.norm.full))
+    # For each chunk of windows, with g = factor * dy in their order: dO = g W_p, dW_p = g^T O, dW = d[Q K V]^T LN(x)
+    # and the gradient of the norm's output d[Q K V] W. Padding sends no gradient to W_p and the norm.
+    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, s.dtype), _allocate_sums(t)
     scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
-    dxhat, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
-    for i, chunk in enumerate(layout.chunks(settings, len(xhat), xhat.shape[2])):
-        windows = _Windows.run(settings, layers, layout, xhat, chunk, *saved.qkv[i : i + 1])
+    through, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
+    for i, chunk in enumerate(layout.chunks(s, len(tokens), tokens.shape[2])):
+        windows = _Windows.run(s, layers, layout, tokens, is_normalised, chunk, *saved.qkv[i : i + 1])
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
         dqkv = windows.backward(g @ layers.proj_weight, sums.bias, layers.scale)
         g = g.flatten(0, 1)
         drawn = draw(sample, g)
         sums.proj_weight.add_product(drawn.divided(g), drawn.of(windows.out().flatten(0, 1)))
-        if sums.pads is not None and windows.pads is not None:
-            sums.pads.add(column_sums((dqkv[:, windows.edge :] * windows.pads).flatten(0, 1)))
-            windows.without_padding_(dqkv)
         rows = dqkv.flatten(0, 1)
         sums.qkv_bias.add(column_sums(rows))
         drawn = draw(sample, rows)
-        sums.qkv_weight.add_product(drawn.divided(rows), drawn.of(windows.xhat.flatten(0, 1)))
+        sums.qkv_weight.add_product(drawn.divided(rows), drawn.of(windows.tokens.flatten(0, 1)))
         if any(norm):
-            dxhat.put(chunk, dqkv @ layers.qkv_weight)
-    dxhat = dxhat.whole.index_select(1, layout.places) if any(norm) else None
-    if whole:
-        dx, *affine = None, None, None
-        if dxhat is not None:
-            given = t.norm_weight, t.norm_bias, norm
-            dx, *affine = aten.native_layer_norm_backward.default(dxhat, x, x.shape[2:], *statistics, *given)
-        gradients = WindowGradients(None, *affine, sums.qkv_weight.value, sums.qkv_bias.value)
-        gradients = gradients._replace(table=_table_gradient(t, sums), proj_weight=sums.proj_weight.value)
-        dx = dx.add_(grad) if needs.x else None
-    else:
-        gradients, dx = _parameter_gradients(settings, t, sums), None
-        if needs.x:
-            dx = normalise_backward(dxhat, xhat, saved.rstd)
-            dx = grad + cast(dx, grad.dtype)
-    return gradients._replace(x=dx, proj_bias=incoming.total)
+            through.put(chunk, dqkv @ layers.qkv_weight)
+    del tokens, scaled
+    dx = weight = bias = None
+    if any(norm):
+        through = through.whole.index_select(1, layout.places)
+        dx, weight, bias = layers.norm.backward(through, source, statistics, norm)
+        del through
+    if dx is not None:
+        dx = dx.add_(grad) if saved.rstd is None else torch.addcmul(grad, dx, saved.rstd)
+    projection = sums.proj_weight.value, incoming.total
+    return WindowGradients(dx, weight, bias, *layers.gradients(sums), _table_gradient(t, sums), *projection)
 
 
 class _Layers(NamedTuple):
-    """The linear layers in the precision of matrix products.
+    """The norm, and the linear layers in the precision of matrix products.
 
-    The affine part of the norm may be folded into the first layer, and the scale into its rows for Q and K.
+    In half precision the scale is folded into the rows of the first layer for Q and K, see :func:`_qkv_scales`.
 
     Attributes:
-        qkv_weight, qkv_bias (Tensor): W' and b'.
-        padding (Tensor | None): Q, K and V of a token that is zero. If ``None``, nothing is folded.
+        norm (TokenNorm): The norm.
+        qkv_weight, qkv_bias (Tensor): First layer. The bias may be ``None``.
         bias (Tensor): B, shape (h, window^2, window^2).
-        proj_weight (Tensor): Projection.
-        scale (float): Factor s, where it is not folded. Default: 1.
+        proj_weight, proj_bias (Tensor): Projection.
+        scale (float): Factor s, where it is not folded.
+        scales (Tensor | None): Factors of the first layer's rows, shape (3 C,). If ``None``, 1.
     """
 
+    norm: TokenNorm
     qkv_weight: Tensor
     qkv_bias: Tensor | None
-    padding: Tensor | None
     bias: Tensor
     proj_weight: Tensor
-    scale: float = 1.0
+    proj_bias: Tensor
+    scale: float
+    scales: Tensor | None
 
     @classmethod
-    def plain(cls, settings, t):
-        """Return the layers with nothing folded."""
-        return cls(t.qkv_weight, t.qkv_bias, None, _gather_bias(t), t.proj_weight, settings.scale)
+    def of(cls, settings, t):
+        """Return the layers of :class:`WindowTensors`."""
+        norm = TokenNorm(t.norm_weight, t.norm_bias, settings.eps, settings.dtype)
+        weight, bias, scale, scales = t.qkv_weight, t.qkv_bias, settings.scale, None
+        if settings.dtype not in FULL:
+            scale, scales = 1.0, _qkv_scales(scale, len(weight), norm.full, weight.device)
+            weight = multiplied(weight, scales[:, None], settings.dtype)
+            bias = None if bias is None else bias * scales
+        given = (weight, t.proj_weight, t.proj_bias) if bias is None else (weight, t.proj_weight, t.proj_bias, bias)
+        weight, *projection = cast_all(given, settings.dtype)
+        bias = None if bias is None else projection.pop()
+        return cls(norm, weight, bias, _gather_bias(t), *projection, scale, scales)
 
-    @classmethod
-    def folded(cls, settings, t):
-        """Fold norm and scale into the layers of :class:`WindowTensors`."""
-        bias = bias_or_zeros(t.qkv_weight, t.qkv_bias)
-        rows = _qkv_scales(settings.scale, len(bias), bias.dtype, bias.device)
-        weight, padding = t.qkv_weight * rows[:, None], bias * rows
-        folded = fold(weight, padding, t.norm_weight, t.norm_bias, settings.dtype)
-        return cls(*folded, padding.to(settings.dtype), _gather_bias(t), t.proj_weight.to(settings.dtype))
+    def gradients(self, sums):
+        """Return the gradients of the first layer's weight and bias from the sums over the windows."""
+        weight, bias = sums.qkv_weight.value, sums.qkv_bias.value
+        return (weight, bias) if self.scales is None else (weight.mul_(self.scales[:, None]), bias.mul_(self.scales))
 
 
 def _gather_bias(t):
@@ -278,7 +267,7 @@ class _Windows:
     """Activations of some windows: P' places of n windows.
 
     Attributes:
-        xhat (Tensor): Normalised tokens, shape (N, P', C).
+        tokens (Tensor): Tokens behind the norm, zero where there is padding, shape (N, P', C).
         heads (int): Number of heads h.
         qkv (Tensor): Q and K, each times the root of the scale where it is folded, and V, shape
             (3, N n h, window^2, d).
@@ -288,28 +277,36 @@ class _Windows:
         pads (Tensor | None): Whether the places from ``edge`` on are padding, bool, (P' - edge, 1).
     """
 
-    def __init__(self, xhat, heads, qkv, softmax, edge, pads):
-        self.xhat, self.heads, self.qkv = xhat, heads, qkv
+    def __init__(self, tokens, heads, qkv, softmax, edge, pads):
+        self.tokens, self.heads, self.qkv = tokens, heads, qkv
         self.softmax, self.map = softmax, cast(softmax, qkv.dtype)
         self.edge, self.pads = edge, pads
 
     @classmethod
-    def run(cls, settings, layers, layout, xhat, chunk, qkv=None):
-        """Compute Q, K, V and S of the places ``chunk`` (slice) from x-hat of all tokens; Q, K and V may be known."""
+    def run(cls, settings, layers, layout, tokens, is_normalised, chunk, qkv=None):
+        """Compute Q, K, V and S of some places.
+
+        Args:
+            settings (WindowSettings): Settings.
+            layers (_Layers): The layers.
+            layout (WindowLayout): Places of the tokens in windows.
+            tokens (Tensor): All tokens behind the norm, or x-hat of all tokens, shape (N, L, C).
+            is_normalised (bool): Whether it is x-hat.
+            chunk (slice): The places.
+            qkv (Tensor | None): Q, K and V, if they are known. Default: None.
+        """
         area, heads, edge = settings.window**2, settings.num_heads, max(layout.simple - chunk.start, 0)
         own = slice(max(chunk.start - layout.simple, 0), chunk.stop - layout.simple)  # among places at the edge
         at_edge = own.stop > own.start
         pads = layout.part(layout.pads, own) if at_edge and layout.pads is not None else None
-        xhat = xhat.index_select(1, layout.part(layout.order, chunk))
-        folded = layers.padding is not None
-        if pads is not None and not folded:
-            xhat[:, edge:].masked_fill_(pads, 0)
-        (images, places, _), head_dim = xhat.shape, xhat.shape[2] // heads
+        tokens = tokens.index_select(1, layout.part(layout.order, chunk))
+        tokens = layers.norm.scale(tokens) if is_normalised else tokens
+        if pads is not None:
+            tokens[:, edge:].masked_fill_(pads, 0)
+        (images, places, _), head_dim = tokens.shape, tokens.shape[2] // heads
         number = images * places // area  # of windows; nothing is left to torch to find, for there may be no image
         if qkv is None:
-            qkv = F.linear(xhat, layers.qkv_weight, layers.qkv_bias)
-            if pads is not None and folded:
-                torch.where(pads, layers.padding, qkv[:, edge:], out=qkv[:, edge:])
+            qkv = F.linear(tokens, layers.qkv_weight, layers.qkv_bias)
             # One copy into the order of the products; otherwise each product would copy its own part.
             qkv = qkv.view(number, area, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
             qkv = qkv.reshape(3, number * heads, area, head_dim)
@@ -318,7 +315,7 @@ class _Windows:
         if at_edge and layout.apart is not None:
             apart = layout.apart[own.start // area : own.stop // area]
             scores.view(images, places // area, heads, area, area)[:, edge // area :].add_(apart, alpha=_APART)
-        return cls(xhat, heads, qkv, scores.softmax(-1).view(number * heads, area, area), edge, pads)
+        return cls(tokens, heads, qkv, scores.softmax(-1).view(number * heads, area, area), edge, pads)
 
     def without_padding_(self, rows):
         """Set rows (N, P', ...) to zero where there is padding, in place."""
@@ -330,7 +327,7 @@ class _Windows:
         """Return O of the windows, shape (N, P', C)."""
         _, number, area, head_dim = self.qkv.shape
         out = torch.bmm(self.map, self.qkv[2]).view(number // self.heads, self.heads, area, head_dim)
-        return out.transpose(1, 2).reshape(self.xhat.shape)
+        return out.transpose(1, 2).reshape(self.tokens.shape)
 
     def backward(self, grad, dbias, scale):
         """Return the gradients of Q, K and V side by side, (N, P', 3 C), and add that of B to a sum.
@@ -354,30 +351,17 @@ class _Windows:
         torch.baddbmm(dk, dscores.mT, q, beta=0, alpha=scale, out=dk)
         torch.bmm(self.map.mT, grad, out=dv)
         gradients = gradients.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
-        return gradients.reshape(*self.xhat.shape[:2], 3 * heads * head_dim)
+        return gradients.reshape(*self.tokens.shape[:2], 3 * heads * head_dim)
 
 
-def _allocate_sums(t, layers, layout):
+def _allocate_sums(t):
     """Return the sums over the windows for the gradients of parameters, in full precision."""
-    column = layers.qkv_bias if t.qkv_bias is None else t.qkv_bias
     return types.SimpleNamespace(
         qkv_weight=Sum(t.qkv_weight),
-        qkv_bias=Sum(column),
-        # Gradients of padding, which reach the bias of the linear layer but not that of the norm.
-        pads=None if layout.pads is None or layers.padding is None else Sum(column),
+        qkv_bias=Sum(t.qkv_weight[:, 0] if t.qkv_bias is None else t.qkv_bias),
         bias=Sum(t.table),  # (h, window^2, window^2)
         proj_weight=Sum(t.proj_weight),
     )
-
-
-def _parameter_gradients(settings, t, sums):
-    """Return the gradients of the parameters from the sums over the windows: unfold the norm, undo the scale."""
-    weight, bias = sums.qkv_weight.value, sums.qkv_bias.value
-    scales = _qkv_scales(settings.scale, len(bias), bias.dtype, bias.device)
-    *folded, dbias = unfold(weight.mul_(scales[:, None]), bias.mul_(scales), t.qkv_weight, t.norm_weight, t.norm_bias)
-    if sums.pads is not None:
-        dbias = torch.addcmul(dbias, sums.pads.value, scales)
-    return WindowGradients(None, *folded, dbias, _table_gradient(t, sums), sums.proj_weight.value)
 
 
 def _table_gradient(t, sums):

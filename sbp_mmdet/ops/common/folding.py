@@ -252,12 +252,12 @@ def normalise_backward(grad: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor | N
         Tensor: Gradient of the norm's input, (..., C).
     """
     out = torch.empty_like(grad) if out is None else out
-    dtype = grad.dtype
-    channels = grad.shape[-1]
-    grad, xhat, rstd = grad.reshape(-1, channels), xhat.reshape(-1, channels), rstd.reshape(-1, 1)
+    dtype, channels = grad.dtype, grad.shape[-1]
+    if grad.dim() > 2:
+        grad, xhat = grad.reshape(-1, channels), xhat.reshape(-1, channels)
     if grad.device.type == 'cpu' and dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
-    zero, one = unit_statistics(rstd.shape[0], rstd.dtype, rstd.device)
+    zero, one = unit_statistics(grad.shape[0], rstd.dtype, rstd.device)
     dx, _, _ = torch.ops.aten.native_layer_norm_backward.default(
         grad, xhat, grad.shape[1:], zero, one, None, None, [True, False, False]
     )
