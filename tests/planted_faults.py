@@ -115,9 +115,6 @@ FAULTS = {
         'F.relu(drawn.of(hidden))',
         'Swin',
     ),
-    'MLP: deviation of the saved x-hat': Fault(
-        'channel_mlp_backward:BackwardPass._add_through_layers', 'dx.mul_((', 'dx.add(0 * (', 'Swin', 'int8'
-    ),
     'norm: affine part of the saved x-hat': Fault(
         'common.token_norm:TokenNorm.scale',
         'addcmul(self.bias, xhat, self.weight)\n',

@@ -33,7 +33,7 @@ from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .channel_mlp_backward import BackwardPass, MLPSaved, MLPWeights, chunks_of_map, folds_norm
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import add_branch, normalise
+from .common.folding import add_branch, fold_bias, normalise
 from .common.layouts import as_rows, from_rows, in_shape, layout_of, tokens_of
 from .common.precision import cast, promoted, store
 from .common.rerun_conv import Conv
@@ -150,17 +150,17 @@ def _reference(settings, tensors):
 def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; the input is saved for the kept ones (Algorithm 1).
     s, t, folds, normalised = settings, tensors, folds_norm(settings, tensors), None
-    weights, parts = MLPWeights(s, t, folds, t.weight2, t.bias2), chunks_of_map(s, t, t.x)
+    weights, parts = MLPWeights(s, t, folds, (t.weight2, t.bias2)), chunks_of_map(s, t, t.x)
     if len(parts) == 1 and not isinstance(t.factor, Tensor) and not _saves_normalised(s, t):
         branch = _run_rows(s, weights, _normed(s, weights, as_rows(t.x)))
-        return _add_whole(t, from_rows(branch, t.shortcut.shape)), _save(s, t, needs)
+        return _add_whole(t, from_rows(branch, t.shortcut.shape)), _save(s, t, needs, None, weights)
     x = tokens_of(t.x)
     if _saves_normalised(s, t):
         normalised = normalise(x, s.eps, s.dtype)
         branch = ((chunk, _run_rows(s, weights, chunk.take_rows(normalised[0]))) for chunk in parts)
     else:
         branch = ((chunk, _run_rows(s, weights, _normed(s, weights, chunk.take_rows(x)))) for chunk in parts)
-    return add_branch(t.shortcut, branch, t.gamma, t.factor, s.dtype), _save(s, t, needs, normalised)
+    return add_branch(t.shortcut, branch, t.gamma, t.factor, s.dtype), _save(s, t, needs, normalised, weights)
 
 
 def _normed(settings, weights, rows):
@@ -194,7 +194,7 @@ def _saves_normalised(settings, t):
     return t.conv is None and (t.x.dtype is not settings.dtype or settings.form.storage != 'native')
 
 
-def _save(settings, tensors, needs, normalised=None):
+def _save(settings, tensors, needs, normalised=None, weights=None):
     s, t = settings, tensors
     keep = s.form.kept(t.positions)
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
@@ -210,8 +210,11 @@ def _save(settings, tensors, needs, normalised=None):
         if keep is not None:
             source, rstd = take(source, keep), None if rstd is None else take(rstd, keep)
         source = store(source, s.form.storage)
+    b1 = None
+    if hidden and folds_norm(s, t):
+        b1 = cast(fold_bias(t.weight1, t.bias1, t.norm_bias), s.dtype) if weights is None else weights.b1
     given = MLPTensors(None, None, *t[2:10], None, t.conv if hidden else None)
-    return MLPSaved(source, is_normalised, rstd, keep, given, layout_of(t.x), t.x.dtype)
+    return MLPSaved(source, is_normalised, rstd, b1, keep, given, layout_of(t.x), t.x.dtype)
 
 
 def _backward(settings, saved, grad, needs):

@@ -55,6 +55,8 @@ class MLPSaved(NamedTuple):
         is_normalised (bool): Whether ``source`` is x-hat.
         rstd (Tensor | None): Reciprocal deviation of the input, shape (N, K, 1), if x-hat is saved and the input needs
             a gradient.
+        b1 (Tensor | None): Folded bias b1', which is cheaper to save than to compute again. If ``None``, it is not
+            folded or not needed.
         keep (Tensor | None): Indices of the kept tokens. If ``None``, all are kept.
         given (MLPTensors): Parameters, factor and convolution.
         layout (torch.memory_format | None): Layout of the input, if it is a feature map.
@@ -64,6 +66,7 @@ class MLPSaved(NamedTuple):
     source: Stored | None
     is_normalised: bool
     rstd: Tensor | None
+    b1: Tensor | None
     keep: Tensor | None
     given: NamedTuple
     layout: torch.memory_format | None
@@ -77,14 +80,16 @@ class MLPWeights:
         settings (MLPSettings): Settings with a dtype.
         t (MLPTensors): Inputs.
         folds (bool): Whether the norm is folded into the first layer.
-        *others (Tensor): Further tensors to cast, in the same launch as others of the MLP.
+        others (Sequence[Tensor]): Further tensors to cast, in the same launch as others of the MLP. Default: none.
+        b1 (Tensor | None): The folded bias. If ``None``, it is computed. Default: None.
     """
 
-    def __init__(self, settings, t, folds, *others):
+    def __init__(self, settings, t, folds, others=(), b1=None):
         dtype = settings.dtype
         if folds:
             self.norm = None
-            self.b1, *self.others = cast_all((fold_bias(t.weight1, t.bias1, t.norm_bias), *others), dtype)
+            b1 = fold_bias(t.weight1, t.bias1, t.norm_bias) if b1 is None else b1
+            self.b1, *self.others = cast_all((b1, *others), dtype)
             self.w1 = fold_weight(t.weight1, t.norm_weight, dtype)
         else:
             self.norm = TokenNorm(t.norm_weight, t.norm_bias, settings.eps, dtype)
@@ -136,7 +141,7 @@ class BackwardPass:
         self.first = any(self.of_norm) or needs.weight1 or needs.bias1
         self.outer = needs.weight2 or needs.gamma
         self.folds = folds_norm(settings, t)
-        self.weights = MLPWeights(settings, t, self.folds)
+        self.weights = MLPWeights(settings, t, self.folds, b1=saved.b1)
         # Stochastic depth is a factor of each image, or a number that layer scale is multiplied by.
         self.factor = t.factor if isinstance(t.factor, Tensor) else None
         self.number = 1 if t.factor is None or self.factor is not None else t.factor
@@ -144,10 +149,13 @@ class BackwardPass:
         if self.number != 1:
             self.scale = self.number if t.gamma is None else t.gamma * self.number
         # In fp16 rows are not multiplied by a small layer scale for A. Each channel is brought into range instead.
-        self.unit = None
+        self.unit = self.by = None
         if t.gamma is not None and self.dtype is torch.float16:
             self.unit = unit_of_channels(grad)
-        self.column = self.scale.unsqueeze(1) if isinstance(self.scale, Tensor) else self.scale
+            self.by = self.unit.reciprocal()
+        # What A is multiplied by for dW2, and without ``unit`` also W2 for dh.
+        self.scale_of_rows = self.scale if self.unit is None else self.scale * self.unit
+        self.column = self.scale_of_rows.unsqueeze(1) if isinstance(self.scale, Tensor) else self.scale
         # What rows of g are multiplied by for the gradient of the hidden layer.
         if self.scale is None or self.unit is not None:
             self.w2 = cast(t.weight2, self.dtype)
@@ -212,7 +220,7 @@ class BackwardPass:
             rows = as_rows(part)
             return rows, rows.sum(0, dtype=self.full)
         part = part.permute(0, 2, 3, 1) if part.dim() == 4 else part
-        full, by = accumulator(part), None if self.unit is None else self.unit.reciprocal()
+        full, by = accumulator(part), self.by
         if factor is None:
             total = part.sum(tuple(range(part.dim() - 1)), dtype=full)
         else:
@@ -289,7 +297,7 @@ class BackwardPass:
             del active
         if not self.first:
             return None
-        g = g if self.unit is None else g.mul_(self.unit * self.scale)
+        g = g if self.unit is None else g.mul_(self.scale_of_rows)
         dh = torch.mm(g, self.w2)
         dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         del g, hidden
@@ -336,5 +344,5 @@ class BackwardPass:
             gamma = torch.addcmul(gamma, total, cast(t.bias2, total.dtype))
             gamma = gamma if self.number == 1 else gamma.mul_(self.number)
         if needs.weight2:
-            outer = outer.mul_(self.column if unit is None else self.column * unit.unsqueeze(1))
+            outer = outer.mul_(self.column)
         return [*first, outer if needs.weight2 else None, total * scale, gamma]
