@@ -14,6 +14,7 @@ from stand_ins import define_in_module
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.adapters import modules_bypassed_in
 from sbp_mmdet.ops.activation import ActivationSettings, ActivationTensors, activate
 from sbp_mmdet.ops.common.activations import ACTIVATIONS as OPERATION_ACTIVATIONS
 from sbp_mmdet.ops.common.activations import Activation
@@ -153,6 +154,18 @@ def test_a_hook_in_channel_attention_runs():
     for model in (plain, lean):
         model.held[1].global_avgpool.register_forward_hook(lambda module, args, out: 2 * out)
     assert_near(run_step(lean), run_step(plain), 1e-11)
+
+
+@pytest.mark.parametrize('kind', ['GELU', 'SiLU'])
+def test_a_hook_on_an_activation_does_not_switch_it_off(kind):
+    """The module is called itself, so its hooks run in any case."""
+    seen = []
+    plain, lean, _ = build_plain_and_lean(Held(build_conv(), ACTIVATIONS[kind](), build_conv()))
+    for model in (plain, lean):
+        model.held[1].register_forward_hook(lambda module, args, out: seen.append(type(out.grad_fn).__name__))
+    assert_near(run_step(lean), run_step(plain), 1e-11)
+    assert seen[0] != seen[1]  # the operation's node, not torch's
+    assert lean.held[1] not in modules_bypassed_in(lean)
 
 
 def test_derived_channel_attention_keeps_its_code():

@@ -60,7 +60,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         return Bound({}, reason, [], BypassedModules(module, ()), [], reference)
     parts, unused, used = {}, [], []
     bypasses = [*mixin.bypasses(module)]
-    checked, left = [inside for inside, _ in bypasses], find_problems(bypasses)
+    checked, left = [inside for inside, _ in bypasses], find_problems(bypasses, called=module)
     fatal = bool(left)
     for name, part in mixin.parts(module).items():
         reads = [inside for inside, _ in part.reads(form)]

@@ -43,5 +43,6 @@ def modules_bypassed_in(model: nn.Module) -> set[nn.Module]:
     Args:
         model (nn.Module): A model, changed or not.
     """
-    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
-    return {inside for place in places for inside in place.bound.bypassed.modules}
+    changed = [module for module in model.modules() if isinstance(module, LeanModule)]
+    bypassed = ((module, inside) for module in changed for inside in module._lean.bound.bypassed.modules)
+    return {inside for module, inside in bypassed if inside is not module}  # an activation is called itself
