@@ -88,16 +88,15 @@ def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         tensors (Sequence[Tensor]): Tensors on one device.
         dtype (torch.dtype): Their precision.
     """
-    results, new, given = [], [], []
-    for x in tensors:
-        if x.dtype is not dtype:
-            given.append(x)
-            x = torch.empty_like(x, dtype=dtype)
-            new.append(x)
-        results.append(x)
-    if new:
-        torch._foreach_copy_(new, given)
-    return results
+    given = [x for x in tensors if x.dtype is not dtype]
+    if not given:
+        return [*tensors]
+    new = [torch.empty_like(x, dtype=dtype) for x in given]
+    torch._foreach_copy_(new, given)
+    if len(new) == len(tensors):
+        return new
+    others = iter(new)
+    return [x if x.dtype is dtype else next(others) for x in tensors]
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
