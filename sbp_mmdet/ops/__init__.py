@@ -4,10 +4,10 @@ An operation computes the same output as the modules that it stands for, saves l
 recomputes the rest there. Its one argument from the paper is ``positions``: the kept positions of Algorithm 1
 (section 3.4), or ``None`` if all send gradients.
 
-For the kept positions, the channel MLP saves the normalised input x-hat, without the affine part of the norm, and its
-reciprocal standard deviation. If the convolution that made the input can be recomputed
-(:mod:`.common.rerun_conv`), it saves neither. The hidden layer is recomputed. With the affine part of the norm folded
-into the weights behind it,
+For the kept positions, the channel MLP saves the input of its norm, or under autocast the normalised input x-hat
+without the affine part of the norm. If the convolution that made the input can be recomputed
+(:mod:`.common.rerun_conv`), it saves neither. The hidden layer is recomputed. In half precision, the affine part of the
+norm is folded into the weights behind it. With
 
     W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
 
