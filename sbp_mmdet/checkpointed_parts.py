@@ -20,11 +20,13 @@ from .adapters.resnet import LeanSplitAttention
 from .adapters.resnet_chain import may_chain
 from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
-from .ops.common.autograd_function import Form, without_output
+from .ops.common.autograd_function import Form
 from .ops.common.modes import runs_within_others
+from .ops.common.operation_sequence import run_sequence
+from .ops.common.uncompiled import uncompiled
 from .ops.roi_chunks import run_in_chunks
 from .passes import is_known_inside, of_known_library
-from .surgery import Mixin, detectors, stock_class
+from .surgery import Mixin, detectors, refuse_tracing, stock_class
 
 __all__ = [
     'CheckpointedInChunks',
@@ -59,7 +61,7 @@ class CheckpointedInChunks(CheckpointedPart):
         return run_in_chunks(super(Checkpointed, self).forward, x, [self])
 
 
-_thread = threading.local()  # attribute `running`: the layer that runs in its checkpoint, and whether again
+_thread = threading.local()  # attribute `running`: the layer that runs in its checkpoint
 
 
 @functools.cache
@@ -68,43 +70,53 @@ def _recomputed(form):
 
 
 class CheckpointedLayer(CheckpointedPart):
-    """Changed layer of a transformer that saves only its input, and drops the same images when it is recomputed.
+    """Changed layer of a transformer that saves only its input.
 
-    The recomputation ends at the input of the last part, whose backward pass recomputes the rest itself.
+    If all of it is operations, they run as one autograd node (:func:`.run_sequence`). Otherwise it is checkpointed, and
+    drops the same images when it is recomputed.
     """
 
     replays_draws = True
+
+    def forward(self, *args, **kwargs):
+        """Run the layer."""
+        if self.training:
+            refuse_tracing(self, args)
+        output = self._run_operations(args, kwargs)
+        return super().forward(*args, **kwargs) if output is None else output
+
+    @uncompiled
+    def _run_operations(self, args, kwargs):
+        if kwargs or not self.checkpoints_now() or not self.runs_operations_only(args):
+            return None
+        self.has_run = True
+        x, *others = args
+        with self._as_recomputed():
+            return run_sequence(lambda x: self.lean_forward(x, *others), x)
 
     def replayable(self, forward: Callable) -> Callable:
         """See :meth:`.Checkpointed.replayable`."""
         if self._lean.draws is not None:
             forward = self._lean.draws.in_this_pass(forward)
-        again = False
 
         def run(*args, **kwargs):
-            nonlocal again
-            outer, _thread.running, again = getattr(_thread, 'running', None), (self, again), True
-            try:
+            with self._as_recomputed():
                 return forward(*args, **kwargs)
-            finally:
-                _thread.running = outer
 
         return run
+
+    @contextlib.contextmanager
+    def _as_recomputed(self):
+        outer, _thread.running = getattr(_thread, 'running', None), self
+        try:
+            yield
+        finally:
+            _thread.running = outer
 
     @property
     def form(self) -> Form:
         """Form of the operations."""
-        return super().form if self._running() is None else _recomputed(super().form)
-
-    def run(self, name: str, x: Tensor, **options) -> Tensor:
-        """See :meth:`.LeanModule.run`. The recomputation leaves out the output of the last part, which is not used."""
-        with without_output() if self._running() and name == self.last else contextlib.nullcontext():
-            return super().run(name, x, **options)
-
-    def _running(self):
-        """Return whether the checkpoint of this layer recomputes it now; ``None`` outside of its checkpoint."""
-        layer, again = getattr(_thread, 'running', None) or (None, None)
-        return again if layer is self else None
+        return _recomputed(super().form) if getattr(_thread, 'running', None) is self else super().form
 
 
 class CheckpointedLevels(Mixin):
@@ -216,7 +228,7 @@ def _mixin(part):
 
 
 def _mixin_of_layer(layer):
-    return CheckpointedLayer if isinstance(layer, LeanModule) and layer.last else None
+    return CheckpointedLayer if isinstance(layer, LeanModule) and layer.is_sequence else None
 
 
 def _is_unchanged_block(module):

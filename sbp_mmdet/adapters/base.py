@@ -135,9 +135,8 @@ class LeanModule(Mixin):
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        last (str | None): Name of the part that computes the output. With ``exact_min`` a layer that has one is
-            recomputed up to the input of this part, which saves more than checkpointing the whole. If ``None``, the
-            layer saves its input only. Default: None.
+        is_sequence (bool): Whether the parts are operations that run one after the other, the first on the module's
+            input. With ``exact_min``, such a layer saves its input only. Default: False.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
             ``False``, the whole module then runs its own code. Default: False.
     """
@@ -155,7 +154,7 @@ class LeanModule(Mixin):
     hands_on = False
     has_reference = True
     folds_frozen_norms = False
-    last = None
+    is_sequence = False
     separable = False
 
     def forward(self, *args, **kwargs):
@@ -206,6 +205,17 @@ class LeanModule(Mixin):
             text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
+
+    def runs_operations_only(self, args: tuple) -> bool:
+        """Return whether a call runs lean now, without own code of any part.
+
+        Args:
+            args (tuple): Positional arguments of the call.
+        """
+        if not self.is_sequence or not self.runs_lean():
+            return False
+        bound = self._lean.bound
+        return not bound.left and are_known_inputs(bound.bypassed.precisions, args, {}) and self.accepts(*args)
 
     def accepts(self, *args, **kwargs) -> bool:
         """Return whether :meth:`lean_forward` computes what the module's own code does for the arguments of a call.

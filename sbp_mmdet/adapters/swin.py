@@ -77,7 +77,7 @@ class LeanSwinBlock(LeanBlock):
     dims = 3
     rounds_up = True
     separable = True
-    last = 'mlp'
+    is_sequence = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

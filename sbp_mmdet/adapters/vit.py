@@ -21,7 +21,7 @@ class LeanViTBlock(LeanBlock):
     class_tokens = True
     absent = ('downsample',)
     separable = True
-    last = 'mlp'
+    is_sequence = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -151,7 +151,7 @@ def _forward(settings, tensors, needs):
     branch, known = Collected(len(layout.order)), []  # in the order of the windows
     for chunk in layout.chunks(s, len(tokens), tokens.shape[2]):
         windows = _Windows.run(s, layers, layout, tokens, rstd is not None, chunk)
-        if s.form.recomputed:
+        if s.form.recomputed and any(needs):
             known.append(windows.qkv)
         branch.put(chunk, F.linear(windows.out(), layers.proj_weight, layers.proj_bias))
     branch = branch.whole.index_select(1, layout.places)

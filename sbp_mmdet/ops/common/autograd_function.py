@@ -4,7 +4,8 @@ An operation is written as
 
 - a frozen dataclass of settings, which the two functions share;
 - ``forward(settings, tensors, needs) -> output, saved`` and ``backward(settings, saved, grad, needs) -> gradients``;
-- if the output may be left out where the operation is recomputed, ``save(settings, tensors, needs) -> saved``;
+- if that needs no output, ``save(settings, tensors, needs) -> saved``, for a last operation that is recomputed
+  (:mod:`.operation_sequence`);
 - the NamedTuples ``tensors`` and ``saved``, whose fields may be NamedTuples of tensors themselves, and the NamedTuple
   ``gradients`` of the tensors that get a gradient (:func:`gradients_of`). ``needs`` has the same fields as
   ``gradients`` and says for each whether it is needed. Gradients that are not needed are ignored.
@@ -12,10 +13,8 @@ An operation is written as
 The functions run without gradients and outside of autocast.
 """
 
-import contextlib
 import dataclasses
 import operator
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from ...stochastic_backprop.masks import Positions
 from .precision import autocast_dtype, no_autocast
+from .recorded_steps import Step, recorded_steps
 from .uncompiled import uncompiled
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     'put_tensors_back',
     'saved_tensors_of',
     'take_tensors_out',
-    'without_output',
 ]
 
 _CHOICES = dict(implementation=('fused', 'reference'), storage=('native', 'int8'))
@@ -216,23 +215,6 @@ def _leaves_behind(node) -> list[Tensor]:
     return leaves
 
 
-_thread = threading.local()  # attribute `without_output`
-
-
-@contextlib.contextmanager
-def without_output() -> Iterator[None]:
-    """Let operations leave out their output within the context, if they can: they save the same tensors.
-
-    The output then has the shape of the input, and no values. It is for the last operation of a layer that a checkpoint
-    recomputes: the recomputation looks for saved tensors, and its output is not used.
-    """
-    before, _thread.without_output = getattr(_thread, 'without_output', False), True
-    try:
-        yield
-    finally:
-        _thread.without_output = before
-
-
 class OnHost:
     """Tensor on the CPU that is saved for the backward pass as a plain attribute, past hooks on saved tensors.
 
@@ -255,8 +237,12 @@ class Operation:
         forward (Callable): Forward pass, see this module. Its output is one tensor; ``saved`` may be ``None``.
         backward (Callable): Backward pass, see this module.
         gradients (type): NamedTuple of the gradients, see :func:`gradients_of`.
-        save (Callable | None): Returns what ``forward`` saves, see :func:`without_output`. If ``None``, the output is
-            always computed. Default: None.
+        save (Callable | None): Returns what ``forward`` saves, without computing the output. If ``None``, ``forward``
+            is called for that, too. Default: None.
+
+    Attributes:
+        inputs (list[str]): Names of the tensors that are the output of the operation in front: ``x`` and, where the
+            operation has it, ``shortcut``.
 
     Example:
         >>> _square = Operation('Square', forward, backward, SquareGradients)
@@ -265,6 +251,7 @@ class Operation:
 
     def __init__(self, name: str, forward: Callable, backward: Callable, gradients: type, save: Callable | None = None):
         self.forward, self.backward, self.gradients, self.save = forward, backward, gradients, save
+        self.inputs = [name for name in ('x', 'shortcut') if name in gradients._fields]
         self._function = type(name, (_Function,), {})
         # With one name, the getter would return no tuple.
         names = gradients._fields
@@ -272,8 +259,10 @@ class Operation:
 
     @uncompiled
     def __call__(self, settings, tensors: NamedTuple) -> Tensor:
-        leaves = self._leaves(tensors)
-        if torch.is_grad_enabled():
+        leaves, steps = self._leaves(tensors), recorded_steps()
+        if steps is not None:
+            steps.append(Step.of(self, settings, tensors))
+        elif torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf is not None and leaf.requires_grad:
                     return _apply(self._function, self, settings, tensors, *leaves)  # skipped by compilers already
@@ -286,10 +275,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx, operation, settings, tensors, *leaves):
         needs = operation.gradients(*ctx.needs_input_grad[3:])
         with no_autocast(tensors.x):
-            if operation.save is not None and getattr(_thread, 'without_output', False):
-                output, saved = tensors.x.new_empty(1).expand_as(tensors.x), operation.save(settings, tensors, needs)
-            else:
-                output, saved = operation.forward(settings, tensors, needs)
+            output, saved = operation.forward(settings, tensors, needs)
         if output._is_view():  # autograd would refuse operations in place on it; this shares the count of its changes
             output = output.detach()
         tensors_saved = []

@@ -6,15 +6,16 @@ for a GPU, so it is drawn on the CPU, like the masks.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .precision import accumulator, autocast_dtype
+from .recorded_steps import Step, recorded_steps
 from .uncompiled import uncompiled
 
-__all__ = ['drawn_factor', 'factor_for', 'on_images']
+__all__ = ['KeptImages', 'drawn_factor', 'factor_for', 'on_images']
 
 
 @uncompiled
@@ -33,21 +34,53 @@ def on_images(
     Returns:
         Tensor: Shape (N, C, H, W).
     """
-    images = images.tolist()
+    images, steps = images.tolist(), recorded_steps()
     if all(images):
         return block(x)
     if not any(images):
-        return _PassBy.apply(x, *parameters)
-    # Consecutive images that are all kept or all dropped form a run. Splitting and concatenating runs is one copy each,
-    # forwards and backwards, where an index would fill a batch with zeros and add.
-    runs = [(kept, len(list(run))) for kept, run in itertools.groupby(images)]
-    parts = list(x.split([length for _, length in runs]))
-    kept = [i for i, (keeps, _) in enumerate(runs) if keeps]
-    # Concatenated even if it is one run: a saved view would keep all images in memory.
-    out = block(torch.cat([parts[i] for i in kept]))
-    for i, part in zip(kept, out.split([runs[i][1] for i in kept]), strict=True):
-        parts[i] = part
-    return torch.cat(parts)
+        if steps is None:
+            return _PassBy.apply(x, *parameters)
+        steps.append(Step(None, None, tuple(parameters)))
+        return x
+    kept = KeptImages(images)
+    out = block(kept.take(x))
+    if steps is not None:
+        steps[-1] = steps[-1]._replace(images=kept)
+    return kept.put(x, out)
+
+
+class KeptImages:
+    """Images of a batch that run a block.
+
+    Consecutive images that are all kept or all dropped form a run. Splitting and concatenating runs is one copy each,
+    forwards and backwards, where an index would fill a batch with zeros and add.
+
+    Args:
+        images (Sequence[bool]): Whether each image runs it.
+    """
+
+    def __init__(self, images: Sequence[bool]):
+        runs = [(kept, len(list(run))) for kept, run in itertools.groupby(images)]
+        self._lengths = [length for _, length in runs]
+        self._kept = [i for i, (keeps, _) in enumerate(runs) if keeps]
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the kept images of a batch (N, ...)."""
+        parts = x.split(self._lengths)
+        # Concatenated even if it is one run: a saved view would keep all images in memory.
+        return torch.cat([parts[i] for i in self._kept])
+
+    def put(self, x: Tensor, kept: Tensor) -> Tensor:
+        """Return a batch whose kept images are replaced.
+
+        Args:
+            x (Tensor): The batch, shape (N, ...).
+            kept (Tensor): Other values of the kept images.
+        """
+        parts = list(x.split(self._lengths))
+        for i, part in zip(self._kept, kept.split([self._lengths[i] for i in self._kept]), strict=True):
+            parts[i] = part
+        return torch.cat(parts)
 
 
 def factor_for(factor: Tensor | float, dim: int, images: slice | int = slice(None)) -> Tensor | float:
