@@ -368,7 +368,7 @@ def count_all_blocks(mode) -> list[dict]:
         for preset in ('none', 'exact', 'exact_min', 'int8', 'sampled', 'sbp'):
             if preset in ('sampled', 'sbp') and name.startswith(('ResNet', 'CSPNeXt', 'DINO')):
                 continue  # nothing to drop in convolutions; DINO's layer asks for the sizes of its maps
-            if preset == 'exact_min' and not name.startswith(('ResNet', 'CSPNeXt', 'ConvNeXt')):
+            if preset == 'exact_min' and name.startswith('DINO'):
                 continue  # checkpointing asks the GPU for the state of its generator
             if amp == 'bf16' and name.startswith('DINO'):
                 continue  # mmcv's kernel has no bf16
