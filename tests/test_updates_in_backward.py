@@ -8,17 +8,22 @@ import copy
 import functools
 
 import pytest
+import test_adapters_dino
 import test_changes_before_backward
 import test_exact_min
 import torch
 from conv_models import BACKBONES, build_module
 from mmengine.logging import MMLogger
+from oracles import random_images
+from test_adapters_outside import build_fusion, random_tensor
 from test_adapters_transformer import LAYERS, randomize
+from test_adapters_yolo import RepVGGBlock, blocks
 from test_changes_before_backward import Layer
 from test_csp_layer import LAYERS as CSP_LAYERS
 from test_csp_layer import build_layer
 from torch import nn
-from unusual_models import MODELS, random_images
+from unusual_models import MODELS
+from verify_models import build_in_training
 
 from sbp_mmdet import apply_lean
 
@@ -34,6 +39,37 @@ class AfterConvolution(nn.Module):
         return self.layer(self.conv(x))
 
 
+class Fused(nn.Module):
+    """Fusion of an image with a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fusion = nn.Conv2d(3, 16, 3, 4).double(), build_fusion()
+
+    def forward(self, x):
+        return self.fusion(self.conv(x).flatten(2).mT, random_tensor(2, 7, 16))
+
+
+class Mask2Former(nn.Module):
+    """Mask2Former on maps of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 32, 3, padding=1), test_adapters_dino.Mask2Former()
+
+    def forward(self, x):
+        x = self.conv(x)[:, :, :24, :32]
+        return self.head(**{f'm{i}': x[:, : 8 + 8 * i, :: 2**i, :: 2**i].contiguous() for i in range(4)})
+
+
+def build_mask2former():
+    torch.manual_seed(0)
+    model = Mask2Former().double()
+    with torch.no_grad():
+        model(random_images(2, 64, 96))  # makes the masks, which copies share
+    return model
+
+
 def build_csp_layer(name):
     return AfterConvolution(build_layer(**CSP_LAYERS[name])).train()
 
@@ -42,8 +78,16 @@ def build_dense_head(neck, head):
     return test_exact_min._detector(neck, head).train()
 
 
+def build_in_fp64(name):
+    return build_in_training(name).double()
+
+
+MORE = ['ConvNeXt V2', 'ViTDet', 'encoder', 'encoder with dropout', 'padded attention']
 FAMILIES = (
     MODELS
+    | {name: functools.partial(build_in_fp64, name) for name in MORE}
+    | {'fusion': Fused, 'RepVGG': lambda: AfterConvolution(blocks(RepVGGBlock(8, alpha=True), RepVGGBlock(8)))}
+    | {'Mask2Former': build_mask2former}
     | {'heads': test_changes_before_backward.FAMILIES['heads']}
     | {name: functools.partial(build_module, cfg) for name, (cfg, *_) in BACKBONES.items()}
     | {name: functools.partial(lambda name: randomize(Layer(name)), name) for name in LAYERS}
@@ -79,7 +123,7 @@ def compute_gradients(model, update):
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(functools.partial(use_gradient, name=name))
-    x = random_images().requires_grad_()
+    x = random_images(2, 64, 96).requires_grad_()
     torch.manual_seed(3)
     outs = model(x)
     outs = outs if isinstance(outs, (list, tuple)) else [outs]
