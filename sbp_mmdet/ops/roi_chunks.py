@@ -16,17 +16,17 @@ __all__ = ['ROIS', 'run_in_chunks']
 ROIS = 64  # number of RoIs in a chunk: enough to keep a GPU busy, in little memory
 
 
-def run_in_chunks(forward: Callable, x: Tensor, modules: Sequence[nn.Module]) -> Tensor | tuple[Tensor, ...]:
+def run_in_chunks(forward: Callable, x: Tensor, modules: Sequence[nn.Module]) -> Tensor | tuple[Tensor | None, ...]:
     """Run layers that save only their input, and recompute them in the backward pass, a chunk of RoIs at a time.
 
     Args:
-        forward (Callable): Forward pass of the layers, which returns a map, or a tuple of maps. It computes each RoI
-            independently of the others.
+        forward (Callable): Forward pass of the layers, which returns a map, or a tuple of maps, some of which may be
+            ``None``, as the boxes of a head that has no regression. It computes each RoI independently of the others.
         x (Tensor): Maps of the RoIs, shape (number of RoIs, C, H, W).
         modules (Sequence[nn.Module]): Modules that it runs.
 
     Returns:
-        Tensor | tuple[Tensor, ...]: Result of the forward pass for all RoIs.
+        Tensor | tuple[Tensor | None, ...]: Result of the forward pass for all RoIs.
 
     Example:
         >>> masks = run_in_chunks(head, x, [head])
@@ -97,9 +97,10 @@ class _InChunks(torch.autograd.Function):
         outs = None
         for start in range(0, len(x), ROIS):
             outputs = _run(ctx, x[start : start + ROIS])
-            outs = outs or [out.new_empty(len(x), *out.shape[1:]) for out in outputs]
+            outs = outs or [None if out is None else out.new_empty(len(x), *out.shape[1:]) for out in outputs]
             for out, part in zip(outs, outputs, strict=True):
-                out[start : start + ROIS].copy_(part)
+                if part is not None:
+                    out[start : start + ROIS].copy_(part)
             del outputs
         layers.remember_state()
         ctx.set_materialize_grads(False)
