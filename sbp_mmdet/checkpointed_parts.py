@@ -51,7 +51,7 @@ class CheckpointedPart(Checkpointed):
 class CheckpointedInChunks(CheckpointedPart):
     """Head of RoIs that saves only the maps of the RoIs, and is recomputed in chunks of RoIs."""
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """Run the head on maps of RoIs, shape (number of RoIs, C, H, W)."""
         chunked = torch.is_grad_enabled() and self.checkpoints_now() and not runs_within_others()
         if not (chunked and runs_in_chunks(self, x)):

@@ -283,3 +283,22 @@ def test_checkpointing_by_fairscale_is_off():
     assert module.forward is wrapped
     assert_same(run_step(module, inputs), expected)
     assert calls
+
+
+@pytest.mark.parametrize('sizes', [(0, 10, 10), (2, 0, 0), (2, 10, 0), (2, 0, 10)], ids=str)
+@pytest.mark.parametrize('batch_first', [True, False])
+@pytest.mark.parametrize('masked', [True, False])
+def test_attention_without_images_queries_or_keys(sizes, batch_first, masked):
+    """The module's own code computes them; torch's kernel would raise an error for some of the masks."""
+    images, *numbers = sizes
+    plain = randomize(MultiheadAttention(C, HEADS, batch_first=batch_first))
+    lean = copy.deepcopy(plain)
+    assert apply_lean(lean, verify=False).changed
+    query, key = (torch.randn(images, n, C, dtype=torch.float64).to(DEVICE).requires_grad_() for n in numbers)
+    given = [query, key] if batch_first else [x.transpose(0, 1) for x in (query, key)]
+    mask = torch.zeros(images, numbers[1], dtype=torch.bool, device=DEVICE) if masked else None
+    results = []
+    for module in (lean, plain):
+        out = module(*given, key_padding_mask=mask)
+        results.append([out, *torch.autograd.grad(out.sum(), [query, key, *module.parameters()], allow_unused=True)])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12, equal_nan=True)

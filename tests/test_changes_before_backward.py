@@ -8,7 +8,7 @@ import torch
 from conv_models import BACKBONES, build_module, randomize_norms
 from mmengine.logging import MMLogger
 from test_adapters_transformer import LAYERS, randomize
-from test_chunked_heads import HEADS
+from test_chunked_heads import HEADS, random_maps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unusual_models import MODELS, random_images
@@ -16,6 +16,7 @@ from unusual_models import MODELS, random_images
 from sbp_mmdet import apply_lean
 from sbp_mmdet.checkpointing import run_checkpointed
 from sbp_mmdet.ops.common.module_state import ModuleState, submodules
+from sbp_mmdet.ops.roi_chunks import run_in_chunks
 from sbp_mmdet.passes import of_known_library
 
 
@@ -223,6 +224,70 @@ def test_parameters_that_are_written_to_are_an_error(family):
             p.mul_(1.1)
     with pytest.raises(RuntimeError, match=r'modified (by an inplace operation|in place)'):
         loss.backward()
+
+
+class Scaled(nn.Module):
+    """A layer with a scale that only its loss reads, after a recurrent layer, which reads its weights from a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.recurrent = nn.Linear(3, 3), nn.GRU(3, 3)
+        self.scale, self.scripted = nn.Parameter(torch.ones(3)), torch.jit.script(nn.Linear(3, 3))
+
+    def forward(self, x):
+        return self.scripted(self.recurrent(self.linear(x).sin())[0]).sin()
+
+
+@pytest.fixture
+def scaled():
+    torch.manual_seed(0)
+    return Scaled().double(), torch.randn(2, 3, dtype=torch.float64)
+
+
+def test_parameters_that_the_recomputation_does_not_read_may_change(scaled):
+    """An optimizer that steps within the backward pass has changed the scale before the layer is recomputed."""
+    model, x = scaled
+    weights = dict(model.named_parameters())
+    loss = (model(x) * model.scale).square().sum()
+    expected, found = torch.autograd.grad(loss, [*weights.values()]), {}
+    dicts = [module._parameters for module in model.modules()]
+
+    def step(p, name):
+        found[name] = p.grad.clone()
+        torch.optim.SGD([p], 0.1).step()
+
+    for name, p in weights.items():
+        p.register_post_accumulate_grad_hook(functools.partial(step, name=name))
+    (run_checkpointed(model, model.forward, (x,), {}) * model.scale).square().sum().backward()
+    assert [*found][0] == 'scale'
+    for (name, p), gradient in zip(weights.items(), expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+        assert dict(model.named_parameters())[name] is p
+    assert all(m._parameters is own for m, own in zip(model.modules(), dicts, strict=True) if type(own) is dict)
+
+
+@pytest.mark.parametrize('name', ['linear.weight', 'recurrent.weight_hh_l0', 'scripted.weight'])
+def test_parameters_that_the_recomputation_reads_must_not_change(scaled, name):
+    model, x = scaled
+    loss = run_checkpointed(model, model.forward, (x,), {}).square().sum()
+    with torch.no_grad():
+        model.scale.mul_(2)
+        model.get_parameter(name).mul_(1.1)
+    with pytest.raises(RuntimeError, match=r'modified in place'):
+        loss.backward()
+    assert model.scale[0] == 2 and model.linear.weight is dict(model.named_parameters())['linear.weight']
+
+
+def test_chunks_of_rois_within_a_recomputation():
+    """The recomputation finds parameters in dicts of its own, and the chunks in the usual ones."""
+    conv, x = nn.Conv2d(16, 3, 1).double(), random_maps('mask')
+    conv.register_parameter('scale', nn.Parameter(torch.ones(()), requires_grad=False))
+    expected = torch.autograd.grad(conv(x).sin().sum(), [conv.weight, conv.bias])
+    loss = run_checkpointed(conv, lambda x: run_in_chunks(conv.forward, x, [conv]), (x,), {}).sin().sum()
+    conv.scale.mul_(2)
+    loss.backward()
+    for p, gradient in zip((conv.weight, conv.bias), expected, strict=True):
+        assert (p.grad - gradient).norm() <= 1e-12 * gradient.norm()
 
 
 class Flagged(nn.Module):

@@ -22,6 +22,8 @@ HEADS = {
     'mask': MASK,
     'mask, group norm': dict(MASK, norm_cfg=GN),
     'box': BOX,
+    'box, scores alone': dict(BOX, with_reg=False),
+    'box, boxes alone': dict(BOX, with_cls=False),
     'shared': dict(type='ResLayer', depth=18),
 }
 NUMBER = 150  # two chunks and a part of one
@@ -41,7 +43,7 @@ def build_head(name):
 
 
 def random_maps(name, number=NUMBER):
-    shape = dict(box=(16, 7, 7), shared=(256, 2, 2)).get(name, (16, 6, 6))
+    shape = dict(box=(16, 7, 7), shared=(256, 2, 2)).get(name.split(',')[0], (16, 6, 6))
     return torch.randn(number, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -115,6 +117,12 @@ def test_heads_with_hooks_inside_run_whole_but_for_those_of_the_planner():
 def _extractor(size):
     layer = dict(type='RoIAlign', output_size=size, sampling_ratio=0)
     return dict(type='SingleRoIExtractor', roi_layer=layer, out_channels=16, featmap_strides=[4])
+
+
+@pytest.mark.parametrize(('name', 'missing'), [('box, scores alone', 1), ('box, boxes alone', 0)])
+def test_missing_outputs_keep_their_place(name, missing):
+    outs = make_chunked_copy(build_head(name))(random_maps(name))
+    assert len(outs) == 2 and outs[missing] is None and len(outs[1 - missing]) == NUMBER
 
 
 def test_a_batch_norm_that_trains_sees_all_rois():

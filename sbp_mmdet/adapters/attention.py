@@ -51,6 +51,8 @@ class LeanMultiheadAttention(LeanModule):
         """Run the layer; the arguments are those of mmcv's ``MultiheadAttention``."""
         a = bind_arguments(MultiheadAttention.forward, self, args, kwargs)
         key = a.query if a.key is None else a.key
+        if not (a.query.numel() and key.numel()):  # torch cannot infer the shape of the kernel's mask then
+            return super(LeanModule, self).forward(*args, **kwargs)
         value, key_pos = key if a.value is None else a.value, a.key_pos
         if key_pos is None and a.query_pos is not None:
             if a.query_pos.shape == key.shape:

@@ -13,7 +13,7 @@ _LARGE = 2**23  # number of elements from which a weight is larger than the usua
 
 @adapter(*ROLES['linear'])
 class LeanLinear(LeanModule):
-    """Linear layer with a large weight, whose gradient is freed early, see :func:`.large_linear`."""
+    """Linear layer with a large weight, whose backward pass frees the input early, see :func:`.large_linear`."""
 
     samples = has_reference = False
 

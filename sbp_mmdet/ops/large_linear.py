@@ -4,18 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import apply_function, differentiable_once
+from .common.autograd_function import apply_function, differentiable_once, saved_tensors_of
 from .common.precision import accumulate, autocast_dtype, column_sums, no_autocast
 
 __all__ = ['large_linear']
 
+_CAST = 2**21  # elements of the weight that the backward pass casts at a time
+
 
 def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``, with a backward pass that frees the weight's gradient early.
+    """Compute ``x @ weight.T + bias``, with a backward pass that frees the input early.
 
-    Two autograd nodes compute it. In the backward pass the gradient of the weight comes first. Where it is added to an
-    existing ``weight.grad``, it is freed before the gradient of ``x`` is allocated. No copy of the weight in autocast's
-    precision is saved.
+    The backward pass computes the gradient of the weight first and frees ``x`` before it allocates the gradient of
+    ``x``. No copy of the weight in autocast's precision is saved or made as a whole.
 
     Args:
         x (Tensor): Shape (..., C).
@@ -29,51 +30,49 @@ def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         >>> y = large_linear(x, fc.weight, fc.bias)
     """
     dtype, shape = autocast_dtype(x) or x.dtype, x.shape[:-1]
-    x = x.reshape(-1, x.shape[-1])
-    y = apply_function(_InputGradient, x, weight.detach(), None if bias is None else bias.detach(), dtype)
-    y = apply_function(_WeightGradient, y, x.detach(), weight, bias, dtype)
+    y = apply_function(_LargeLinear, x.reshape(-1, x.shape[-1]), weight, bias, dtype)
     return y if len(shape) == 1 else y.view(*shape, -1)
 
 
-class _InputGradient(torch.autograd.Function):
-    """Linear layer whose backward pass computes the gradient of the input alone."""
+class _LargeLinear(torch.autograd.Function):
+    # One node computes all gradients: a hook on the weight, such as an optimizer step in the backward pass, runs as
+    # soon as autograd has the gradient of the weight, and the gradient of the input is computed from the weight.
 
     @staticmethod
     def forward(ctx, x, weight, bias, dtype):
-        ctx.save_for_backward(weight)
-        ctx.dtype = x.dtype
-        ctx.set_materialize_grads(False)
+        needs_x, needs_weight, _, _ = ctx.needs_input_grad
         with no_autocast(x):
-            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
-        with no_autocast(grad):
-            return (grad @ weight.to(grad.dtype)).to(ctx.dtype), None, None, None
-
-
-class _WeightGradient(torch.autograd.Function):
-    """Identity on the layer's output, whose backward pass computes the gradients of weight and bias."""
-
-    @staticmethod
-    def forward(ctx, y, x, weight, bias, dtype):
-        needed = ctx.needs_input_grad[2]
-        ctx.save_for_backward(x.to(dtype) if needed else None)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+            source = x.to(dtype)
+            y = F.linear(source, weight.to(dtype), None if bias is None else bias.to(dtype))
+        ctx.save_for_backward(source if needs_weight else None, weight if needs_x else None)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(y)  # it stays as it is, and others may work on it in place, which a view would forbid
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):
-        (x,), (dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
-        dweight = dbias = None
+        x, weight = saved_tensors_of(ctx)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x_dtype, dtype, bias_dtype = ctx.dtypes
+        dx = dweight = dbias = None
         with no_autocast(grad):
-            if ctx.needs_input_grad[2]:
+            if needs_weight:
                 dweight = accumulate(None, grad, x).to(dtype)
-            if ctx.needs_input_grad[3]:
+            del x  # its memory is free for its gradient, unless others hold it
+            if needs_bias:
                 dbias = column_sums(grad).to(bias_dtype)
-        return grad if ctx.needs_input_grad[0] else None, None, dweight, dbias, None
+            if needs_x:
+                dx = _input_gradient(grad, weight, x_dtype)
+        return dx, dweight, dbias, None
+
+
+def _input_gradient(grad, weight, dtype):
+    """Return the gradient of the input, with a part of the weight in another precision at a time."""
+    if weight.dtype is grad.dtype:
+        return (grad @ weight).to(dtype)
+    columns = max(_CAST // len(weight), 1)
+    dx = grad.new_empty(len(grad), weight.shape[1], dtype=dtype)
+    for part, some in zip(dx.split(columns, 1), weight.split(columns, 1), strict=True):
+        part.copy_(grad @ some.to(grad.dtype))
+    return dx

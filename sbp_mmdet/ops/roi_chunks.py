@@ -16,32 +16,40 @@ __all__ = ['ROIS', 'run_in_chunks']
 ROIS = 64  # number of RoIs in a chunk: enough to keep a GPU busy, in little memory
 
 
-def run_in_chunks(forward: Callable, x: Tensor, modules: Sequence[nn.Module]) -> Tensor | tuple[Tensor, ...]:
+def run_in_chunks(forward: Callable, x: Tensor, modules: Sequence[nn.Module]) -> Tensor | tuple[Tensor | None, ...]:
     """Run layers that save only their input, and recompute them in the backward pass, a chunk of RoIs at a time.
 
     Args:
-        forward (Callable): Forward pass of the layers, which returns a map, or a tuple of maps. It computes each RoI
-            independently of the others.
+        forward (Callable): Forward pass of the layers, which returns a map, or a tuple of maps, some of which may be
+            ``None``, as the boxes of a head that has no regression. It computes each RoI independently of the others.
         x (Tensor): Maps of the RoIs, shape (number of RoIs, C, H, W).
         modules (Sequence[nn.Module]): Modules that it runs.
 
     Returns:
-        Tensor | tuple[Tensor, ...]: Result of the forward pass for all RoIs.
+        Tensor | tuple[Tensor | None, ...]: Result of the forward pass for all RoIs.
 
     Example:
         >>> masks = run_in_chunks(head, x, [head])
     """
     places = [
-        (mapping, name)
+        (module, is_parameter, name)
         for module in submodules(modules)
-        for mapping in (module._parameters, vars(module))  # in the latter, for example, FSDP's views of parameters
-        for name, tensor in mapping.items()
+        for is_parameter in (True, False)  # other tensors are, for example, FSDP's views of parameters
+        for name, tensor in _tensors(module, is_parameter).items()
         if isinstance(tensor, Tensor) and tensor.requires_grad
     ]
-    trained = {id(mapping[name]): mapping[name] for mapping, name in places}
-    layers = _Layers(forward, modules, places, [*trained])
+    tensors = [_tensors(module, is_parameter)[name] for module, is_parameter, name in places]
+    trained = {id(tensor): tensor for tensor in tensors}
+    indices = [[*trained].index(id(tensor)) for tensor in tensors]
+    layers = _Layers(forward, modules, places, indices)
     outputs = apply_function(_InChunks, layers, x, *trained.values())
     return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _tensors(module, is_parameter):
+    """Return the dict that holds the parameters of a module, or other tensors. Within another recomputation, it is not
+    the one that the backward pass finds."""
+    return module._parameters if is_parameter else vars(module)
 
 
 class _Layers:
@@ -50,13 +58,13 @@ class _Layers:
     Args:
         forward (Callable): See :func:`run_in_chunks`.
         modules (Sequence[nn.Module]): See :func:`run_in_chunks`.
-        places (Sequence[tuple[dict, str]]): Where the modules hold trained tensors, some perhaps in several places.
-        trained (Sequence[int]): The trained tensors by their ids.
+        places (Sequence[tuple[nn.Module, bool, str]]): Where modules hold trained tensors, some perhaps in several
+            places: the module, whether it is one of its parameters, and its name.
+        indices (Sequence[int]): Which of the trained tensors is in each place.
     """
 
-    def __init__(self, forward, modules, places, trained):
-        self.forward, self._modules, self._places = forward, modules, places
-        self._indices = [trained.index(id(mapping[name])) for mapping, name in places]
+    def __init__(self, forward, modules, places, indices):
+        self.forward, self._modules, self._places, self._indices = forward, modules, places, indices
         self._state = None
 
     def remember_state(self):
@@ -75,8 +83,10 @@ class _Layers:
         """
         leaves = [t.detach().requires_grad_() for t in tensors]
         leaves = [nn.Parameter(x) if isinstance(t, nn.Parameter) else x for t, x in zip(tensors, leaves, strict=True)]
-        with self._state.restored(), replaced(self._places, [leaves[i] for i in self._indices]):
-            yield leaves
+        with self._state.restored():
+            places = [(_tensors(module, is_parameter), name) for module, is_parameter, name in self._places]
+            with replaced(places, [leaves[i] for i in self._indices]):
+                yield leaves
 
 
 class _InChunks(torch.autograd.Function):
@@ -87,9 +97,10 @@ class _InChunks(torch.autograd.Function):
         outs = None
         for start in range(0, len(x), ROIS):
             outputs = _run(ctx, x[start : start + ROIS])
-            outs = outs or [out.new_empty(len(x), *out.shape[1:]) for out in outputs]
+            outs = outs or [None if out is None else out.new_empty(len(x), *out.shape[1:]) for out in outputs]
             for out, part in zip(outs, outputs, strict=True):
-                out[start : start + ROIS].copy_(part)
+                if part is not None:
+                    out[start : start + ROIS].copy_(part)
             del outputs
         layers.remember_state()
         ctx.set_materialize_grads(False)

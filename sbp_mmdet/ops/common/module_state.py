@@ -8,6 +8,7 @@ needs, so gradients do not depend on any of this. A recomputation calls the modu
 import contextlib
 import functools
 import operator
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -76,19 +77,20 @@ class ModuleState:
     def restored(self) -> Iterator[None]:
         """Put the state back within the context.
 
+        Parameters that were written to since then must not be read within the context. Others may have been written
+        to: where the optimizer steps within the backward pass, it is done with what runs behind the recomputed part,
+        such as the loss of a head, or other levels of it.
+
         Raises:
-            RuntimeError: If a parameter was written to since then, as autograd does for tensors that it has saved.
+            RuntimeError: If a parameter is read that was written to since then, as autograd does for tensors that it
+                has saved.
         """
-        undo = []
+        undo, changed = [], None
         try:
             needed, versions = self._read_parameters()
             if versions != self._versions:
-                written = zip(self._parameters, versions, self._versions, strict=True)
-                shape = next(tuple(p.shape) for p, now, before in written if now != before)
-                raise RuntimeError(
-                    f'a parameter of shape {shape} was modified in place between the forward pass and its '
-                    'recomputation in the backward pass; call backward() before the optimizer steps'
-                )
+                pairs = zip(self._parameters, versions, self._versions, strict=True)
+                changed = {id(p) for p, now, before in pairs if now != before}
             if needed != self._needed:
                 for p, before, now in zip(self._parameters, self._needed, needed, strict=True):
                     if now != before:
@@ -96,7 +98,8 @@ class ModuleState:
                         p.requires_grad_(before)
             if not self._is_present():
                 self._restore_modules(undo)
-            yield
+            with _refused(self._modules, changed) if changed else contextlib.nullcontext():
+                yield
         finally:
             for step in undo:
                 step()
@@ -118,6 +121,71 @@ class ModuleState:
                 elif steps := _put_back(own[name], now, before):
                     _sort(own[name], before)
                     undo += [*steps, functools.partial(_sort, own[name], now)]
+
+
+class _Refusing(dict):
+    """Parameters of a module, some of which must not be read by their names.
+
+    To list them is allowed, because that is how settings such as their precision are found.
+
+    Args:
+        parameters (dict[str, nn.Parameter | None]): The parameters by their names.
+        changed (set[int]): Parameters that must not be read, by id.
+    """
+
+    def __init__(self, parameters, changed):
+        super().__init__(parameters)
+        self.changed = changed
+
+    def __getitem__(self, name):
+        value = super().__getitem__(name)
+        if id(value) in self.changed:
+            raise _error(value)
+        return value
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+
+def _error(parameter):
+    return RuntimeError(
+        f'a parameter of shape {tuple(parameter.shape)} was modified in place between the forward pass and its '
+        'recomputation in the backward pass; call backward() before the optimizer steps'
+    )
+
+
+@contextlib.contextmanager
+def _refused(modules, changed):
+    """Let modules raise an error within the context where they read a parameter that was written to."""
+    before = []
+    try:
+        for module in modules:
+            own = vars(module)
+            parameters = own['_parameters']
+            # Modules may read parameters in other ways: recurrent ones from a list, scripted ones in C++.
+            others = [own] if type(parameters) in (dict, OrderedDict, _Refusing) else [own, parameters]
+            for value in chain.from_iterable(_members(values) for values in others):
+                if id(value) in changed:
+                    raise _error(value)
+            if not changed.isdisjoint(map(id, parameters.values())):
+                outer = parameters.changed if isinstance(parameters, _Refusing) else set()
+                own['_parameters'] = _Refusing(parameters, changed | outer)
+                before.append((own, parameters))
+        yield
+    finally:
+        for own, parameters in before:
+            now = own['_parameters']
+            own['_parameters'] = parameters
+            parameters.clear()
+            parameters.update(dict.items(now))  # FSDP may have put others there
+
+
+def _members(values):
+    """Yield the values of a dict, and those inside of lists, tuples and dicts among them."""
+    for name, value in values.items():
+        if name not in _DICTS:
+            yield value
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
 def _read_items(dicts):
