@@ -193,6 +193,20 @@ def test_fp16_keeps_the_range_of_the_plain_block(gradient, gamma):
         assert (actual[name] - truth[name]).norm() < 5e-3 * truth[name].norm(), name
 
 
+@pytest.mark.parametrize('name', ['mlp', 'mlp of tokens'])
+@pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-5), (torch.bfloat16, 1e-5), (torch.float16, 1e-5)])
+def test_an_input_in_another_precision_than_products(name, dtype, tolerance):
+    """Products are in fp32; the input has more or fewer digits."""
+    tensors, _ = CASES[name].inputs(dtype=torch.float32)
+    tensors['x'] = tensors['x'].to(dtype)
+    truth = differentiate(plain_mlp, cast_tensors(tensors, torch.float64))
+    settings = ops.MLPSettings(dtype=torch.float32)
+    actual = differentiate(lambda **t: ops.channel_mlp(settings, ops.MLPTensors(**t)), tensors)
+    assert actual['x'].dtype == dtype
+    assert_near({'x': actual.pop('x')}, {'x': truth.pop('x')}, max(tolerance, 2 * torch.finfo(dtype).eps))
+    assert_near(actual, truth, tolerance)
+
+
 @needs_fp16
 @pytest.mark.parametrize('scale', [0.0, 1.0, 5000.0])
 def test_a_channel_without_gradient_in_fp16_throughout(scale):

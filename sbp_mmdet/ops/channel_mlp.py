@@ -149,13 +149,14 @@ def _reference(settings, tensors):
 
 def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; the input is saved for the kept ones (Algorithm 1).
-    s, t, folds, normalised = settings, tensors, folds_norm(settings, tensors), None
-    weights, parts = MLPWeights(s, t, folds, (t.weight2, t.bias2)), chunks_of_map(s, t, t.x)
-    if len(parts) == 1 and not isinstance(t.factor, Tensor) and not _saves_normalised(s, t):
+    s, t, normalised, saves_normalised = settings, tensors, None, _saves_normalised(settings, tensors)
+    weights = MLPWeights(s, t, folds_norm(s, saves_normalised), (t.weight2, t.bias2))
+    parts = chunks_of_map(s, t, t.x)
+    if len(parts) == 1 and not isinstance(t.factor, Tensor) and not saves_normalised:
         branch = _run_rows(s, weights, _normed(s, weights, as_rows(t.x)))
         return _add_whole(t, from_rows(branch, t.shortcut.shape)), _save(s, t, needs, None, weights)
     x = tokens_of(t.x)
-    if _saves_normalised(s, t):
+    if saves_normalised:
         normalised = normalise(x, s.eps, s.dtype)
         branch = ((chunk, _run_rows(s, weights, chunk.take_rows(normalised[0]))) for chunk in parts)
     else:
@@ -211,7 +212,7 @@ def _save(settings, tensors, needs, normalised=None, weights=None):
             source, rstd = take(source, keep), None if rstd is None else take(rstd, keep)
         source = store(source, s.form.storage)
     b1 = None
-    if hidden and folds_norm(s, t):
+    if hidden and folds_norm(s, is_normalised):
         b1 = cast(fold_bias(t.weight1, t.bias1, t.norm_bias), s.dtype) if weights is None else weights.b1
     given = MLPTensors(None, None, *t[2:10], None, t.conv if hidden else None)
     return MLPSaved(source, is_normalised, rstd, b1, keep, given, layout_of(t.x), t.x.dtype)

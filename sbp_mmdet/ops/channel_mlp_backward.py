@@ -100,14 +100,14 @@ class MLPWeights:
         return F.linear(rows, self.w1, self.b1)
 
 
-def folds_norm(settings, t) -> bool:
+def folds_norm(settings, saves_normalised: bool) -> bool:
     """Return whether the norm is folded into the first layer.
 
     Args:
         settings (MLPSettings): Settings with a dtype.
-        t (MLPTensors): Inputs.
+        saves_normalised (bool): Whether x-hat is saved.
     """
-    return settings.dtype not in FULL or (settings.form.storage != 'native' and t.conv is None)
+    return settings.dtype not in FULL or saves_normalised
 
 
 def chunks_of_map(settings, t, x: Tensor, keep: Tensor | None = None) -> list[Chunk]:
@@ -140,7 +140,7 @@ class BackwardPass:
         self.of_norm = needs.x, needs.norm_weight, needs.norm_bias
         self.first = any(self.of_norm) or needs.weight1 or needs.bias1
         self.outer = needs.weight2 or needs.gamma
-        self.folds = folds_norm(settings, t)
+        self.folds = folds_norm(settings, saved.is_normalised)
         self.weights = MLPWeights(settings, t, self.folds, b1=saved.b1)
         # Stochastic depth is a factor of each image, or a number that layer scale is multiplied by.
         self.factor = t.factor if isinstance(t.factor, Tensor) else None
