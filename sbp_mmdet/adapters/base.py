@@ -55,12 +55,17 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
         Callable: The decorator.
 
     Raises:
-        ValueError: If the decorated class does not derive from :class:`LeanModule`.
+        ValueError: If the decorated class does not derive from :class:`LeanModule`, or says nothing of a forward pass.
     """
 
     def register(mixin):
         if not issubclass(mixin, LeanModule):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
+        if mixin.parts is LeanModule.parts and mixin.lean_forward is LeanModule.lean_forward:
+            raise ValueError(
+                f'{mixin.__name__} must define the method parts(), which returns the operations of the forward pass by '
+                'name, or lean_forward(), which computes it'
+            )
         ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
         adapter_of_class.cache_clear()
         if 'stock' not in vars(mixin):

@@ -10,6 +10,7 @@ from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
 
 from ..adapters import LeanModule, adapter_of
+from ..adapters.bound import runs_reference
 from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart, give_parts_back
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
@@ -334,8 +335,9 @@ class _Watch:
             if id(m) in bridged:
                 m.__class__ = classes.bridged
             else:
-                m.__class__ = classes.lean if lean else classes.own
                 m._lean = change(classes.place)
+                own = not lean or runs_reference(classes.lean, m._lean.settings.preset.form)
+                m.__class__ = classes.own if own else classes.lean
         try:
             yield
         finally:
