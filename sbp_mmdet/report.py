@@ -17,8 +17,8 @@ from .verify.first_pass import conclude, verify_changed
 
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
 
-# Reasons why a module is unchanged: no adapter supports it, or preset='with_cp' does not checkpoint it.
-UNKNOWN, NO_BLOCK = 'not supported', 'not a block of a backbone'
+# Reasons why a module is unchanged: no adapter has anything to change in it, or 'with_cp' does not checkpoint it.
+UNKNOWN, NO_BLOCK = 'no operation of this package saves memory there', 'not a block of a backbone'
 _MOST_NAMES = 6  # largest number of names that a line of the report lists
 
 

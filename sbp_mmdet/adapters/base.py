@@ -28,6 +28,7 @@ from ..ops.common.stochastic_depth import drawn_factor, on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
+from ..stochastic_backprop.masks import format_keep_ratio
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
@@ -293,7 +294,11 @@ class LeanModule(Mixin):
         """Return the text of ``print(model)`` for the module, with its preset and keep ratio."""
         settings, layer, draws, *_ = self._lean
         ratio = draws and draws.ratio(layer)
-        said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
+        said = (
+            super().extra_repr(),
+            f"preset='{settings.preset.name}'",
+            ratio and f'keeps {format_keep_ratio(ratio)} of the positions',
+        )
         return ', '.join(filter(None, said))
 
     @property

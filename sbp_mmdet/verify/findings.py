@@ -85,7 +85,7 @@ class Findings:
         )
         text = (
             f'verified {len(names)} modules{frozen} against their own code, in {len(kinds)} cases of different class, '
-            f'settings or shapes: outputs differ by at most {outputs:.0e}, gradients by {gradients:.0e} (relative)'
+            f'settings or shapes: {_format_differences(outputs, gradients)}'
         )
         if skipped := [kind for kind in self.kinds if kind.skipped]:
             first = skipped[0]
@@ -97,3 +97,12 @@ class Findings:
         if self.synced:
             text += '; SyncBN was compared within this process, without its communication'
         return text
+
+
+def _format_differences(outputs, gradients):
+    if not outputs and not gradients:
+        return 'outputs and gradients are equal'
+    if not outputs:
+        return f'outputs are equal, gradients differ by at most {gradients:.0e} (relative)'
+    last = f'by {gradients:.0e}' if gradients else 'are equal'
+    return f'outputs differ by at most {outputs:.0e}, gradients {last} (relative)'
