@@ -198,16 +198,18 @@ class LeanModule(Mixin):
             if not self.folds_frozen_norms or trains(self):
                 return False
         if not bound.bypassed.unchanged(self):
-            bound = self._bind_anew()
+            bound = self.bind_anew()
         return bound.reason is None
 
-    def _bind_anew(self):
+    def bind_anew(self, warns: bool = True) -> Bound:
+        """Bind the operations in the present state of the module. Warn of reasons against them that are new."""
         before, place = self._lean.bound, self._lean
         bound = bind(type(self), self, place.settings, running=True)
         self._lean = place._replace(bound=bound)
         reasons = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
-        if new_reasons := [reason for reason in dict.fromkeys(reasons) if reason not in known]:
+        new_reasons = [reason for reason in dict.fromkeys(reasons) if reason not in known]
+        if new_reasons and warns:
             name = place.name or type(self).__name__
             text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
@@ -294,11 +296,8 @@ class LeanModule(Mixin):
         """Return the text of ``print(model)`` for the module, with its preset and keep ratio."""
         settings, layer, draws, *_ = self._lean
         ratio = draws and draws.ratio(layer)
-        said = (
-            super().extra_repr(),
-            f"preset='{settings.preset.name}'",
-            ratio and f'keeps {format_keep_ratio(ratio)} of the positions',
-        )
+        kept = ratio and f'keeps {format_keep_ratio(ratio)} of the positions'
+        said = super().extra_repr(), f"preset='{settings.preset.name}'", kept
         return ', '.join(filter(None, said))
 
     @property
