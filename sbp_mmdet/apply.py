@@ -17,6 +17,7 @@ from .library_code import check_code_once
 from .passes import attach_draws, detach_draws, hand_on_within
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
+from .stochastic_backprop.masks import format_keep_ratio
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
 from .surgery import Mixin, mix_in, mix_out, unwrapped
 from .verify.first_pass import FirstPass, verify_at_first_pass
@@ -263,7 +264,7 @@ def _describe_change(settings, ratio, module, mixin):
     if fairscale_forward(module):
         off = ' (checkpointing by num_cp is switched off, it would only take time)'
     if ratio is not None:
-        return f'gradients from {ratio:g} of the positions, preset {preset.name}{off}'
+        return f'gradients from {format_keep_ratio(ratio)} of the positions, preset {preset.name}{off}'
     if settings.preset.gradients == 'sampled' and mixin.samples:
         return f'stores less, gradients of weights from {float(settings.keep_ratio):.4g} of the rows{off}'
     if preset.form.implementation == 'reference':

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .adapters import ADAPTERS, Bound, LeanBlock, LeanModule, adapter_of, bind
+from .adapters import Bound, LeanBlock, LeanModule, adapter_of, bind
 from .adapters.base import adapter_of_class
 from .adapters.predicate import ask_once
 from .presets import Settings
@@ -101,18 +101,17 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
             others.append((module, mixin))
     thinned = [layers for layers in backbones if layers.thins] or [m for _, m in others if m.token_ratio(settings)]
     if settings.preset.thins and not thinned:
-        what = f"preset='{settings.preset.name}' drops positions, and applies"
-        known = [m for m in ADAPTERS.values() if issubclass(m, LeanBlock) or m.token_ratio(settings)]
         left |= {names[id(inside)]: reason for bound in bounds.values() for inside, reason in bound.left}
-        raise ValueError(_format_nothing_to_change(model, left, what, known, " Take preset='exact' or 'int8'."))
+        what = f"preset='{settings.preset.name}' drops positions, and no module of {type(model).__name__} supports that"
+        raise ValueError(_format_nothing_to_change(what, left, "use 'exact', 'exact_min' or 'int8'"))
     layers = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
     if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in layers):
-        known = [m for m in ADAPTERS.values() if m.samples]
-        raise ValueError(
-            _format_nothing_to_change(model, {}, "preset='sampled' draws rows, and applies", known, " Take 'exact'.")
-        )
+        what = f"preset='sampled' draws rows, and no module of {type(model).__name__} supports that"
+        raise ValueError(_format_nothing_to_change(what, {}, "use 'exact', 'exact_min' or 'int8'"))
     if not others and not backbones:
-        raise ValueError(_format_nothing_to_change(model, left, f"preset='{settings.preset.name}' applies"))
+        what = f"preset='{settings.preset.name}' supports no module of {type(model).__name__}"
+        remedy = 'use CheckpointModulesHook and TargetsInChunksHook, which save memory in any detector'
+        raise ValueError(_format_nothing_to_change(what, left, remedy))
     return ChangePlan(backbones, others, left, bounds)
 
 
@@ -201,13 +200,7 @@ def _find_backbone(root, stages):
     return ([module for module in holders if id(module) not in listed] or holders or [root])[-1]
 
 
-def _format_nothing_to_change(model, left, what, known=None, remedy=''):
-    reasons = ''.join(f' {name}: {reason}.' for name, reason in left.items())
-    paths = [path for path, mixin in ADAPTERS.items() if known is None or mixin in known]
-    names = dict.fromkeys(path.rsplit('.', 1)[1] for path in paths)
-    listed = ', '.join(names)
-    return (
-        f'{what} to no module of {type(model).__name__}.{reasons}{remedy} Known classes: {listed}. For one of your own '
-        'see sbp_mmdet.adapters.base. In place of LeanHook, CheckpointModulesHook and TargetsInChunksHook '
-        'save memory in any detector'
-    )
+def _format_nothing_to_change(what, left, remedy):
+    reasons = '; '.join(f'{name}: {reason}' for name, reason in left.items())
+    found = f' ({reasons})' if reasons else ''
+    return f'{what}{found}; {remedy}, or support a module of your own (docs/extending.md)'

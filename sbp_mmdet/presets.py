@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 from .ops.common.autograd_function import Form
 from .stochastic_backprop.config import SBPConfig
@@ -149,15 +150,16 @@ class Settings(SBPConfig):
         return cls(**{**(dict(keep_ratio=0.25) if samples else {}), **cfg, 'preset': preset})
 
     def __post_init__(self):
+        share = self.keep_ratio
+        if self.preset.gradients == 'sampled' and (not isinstance(share, Real) or not 0 < share < 1):
+            raise ValueError(
+                f"keep_ratio={share!r} must be one number below 1 and above 0 for preset='sampled', such as 0.25"
+            )
         super().__post_init__()
         if not isinstance(self.skip_dropped_images, bool):
             raise ValueError(f'skip_dropped_images={self.skip_dropped_images!r} must be True or False')
         if not (isinstance(self.verify, bool) or self.verify in ('all', 'raise')):
             raise ValueError(f"verify={self.verify!r} must be True, False, 'all' or 'raise'")
-        if self.preset.gradients == 'sampled' and (self.has_ratio_per_block or self.keep_ratio == 1):
-            raise ValueError(
-                f"keep_ratio={self.keep_ratio!r} must be one number below 1 for preset='sampled', such as 0.25"
-            )
         if self.modules is not None:
             names = [self.modules] if isinstance(self.modules, str) else self.modules
             if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):

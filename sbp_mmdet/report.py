@@ -13,12 +13,12 @@ from .adapters import LeanModule
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import unwrapped
 from .verify.dry_run import NoUpdate
-from .verify.first_pass import conclude, verify_changed
+from .verify.first_pass import conclude, verify_changed, warn_of_own_code
 
 __all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
 
-# Reasons why a module is unchanged: no adapter supports it, or preset='with_cp' does not checkpoint it.
-UNKNOWN, NO_BLOCK = 'not supported', 'not a block of a backbone'
+# Reasons why a module is unchanged: no adapter has anything to change in it, or 'with_cp' does not checkpoint it.
+UNKNOWN, NO_BLOCK = 'no operation of this package saves memory there', 'not a block of a backbone'
 _MOST_NAMES = 6  # largest number of names that a line of the report lists
 
 
@@ -119,20 +119,21 @@ class SignsOfLife(Hook):
         """Verify the changed modules before the first step; called by mmengine's runner."""
         if self._verified:
             return
-        self._verified, settings = True, self.settings
-        if not (settings.verify and settings.preset.form and self.report.changed):
-            return
-        model = unwrapped(runner.model)
-
-        def run(dry):
-            dry.train_step(copy.deepcopy(data_batch), NoUpdate(runner.optim_wrapper))
+        self._verified, settings, model = True, self.settings, unwrapped(runner.model)
 
         def say(message, level):
             runner.logger.log(level, message)
 
+        own = settings.preset.form and warn_of_own_code(model, self.report, 'LeanHook', say)
+        if not (settings.verify and settings.preset.form and self.report.changed):
+            return
+
+        def run(dry):
+            dry.train_step(copy.deepcopy(data_batch), NoUpdate(runner.optim_wrapper))
+
         findings = verify_changed(model, self.report, settings, run)
         conclude(model, self.report, settings, findings, 'LeanHook', say)
-        if not findings.kinds and not findings.skipped:
+        if not findings.kinds and not findings.skipped and not own:
             text = f'none of {len(self.report.changed)} changed modules ran in the first step, so nothing is saved'
             say(f'LeanHook: {text}; name the parts that the model calls in modules=[...]', logging.WARNING)
         ratio, scalars = self.keep_ratio(runner.model), {}

@@ -1,6 +1,7 @@
 """Changes of live models: finding submodules, mixing classes into theirs, and hooks that change a model."""
 
 import copyreg
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -335,7 +336,9 @@ def model_hook_class(cfg: dict) -> type[ModelHook] | None:
     """
     kind = hook_class(cfg)
     if kind is None:
-        raise ValueError(f'custom_hooks: no hook is registered as {cfg["type"]!r}; name its module in custom_imports')
+        near = difflib.get_close_matches(f'{cfg["type"]}'.rpartition('.')[2], HOOKS.module_dict, n=1, cutoff=0.75)
+        remedy = f'did you mean {near[0]!r}?' if near else 'name its module in custom_imports'
+        raise ValueError(f'custom_hooks: no hook is registered as {cfg["type"]!r}; {remedy}')
     return kind if isinstance(kind, type) and issubclass(kind, ModelHook) else None
 
 

@@ -75,7 +75,7 @@ def project(tmp_path):
         (('plan', BYTE_TRACK, '--budget', '8GiB'), 'ByteTrack trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('report', 'nowhere.py'), 'nowhere.py does not exist'),
-        (('report', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and applies to no module"),
+        (('report', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and no module of"),
         (('report', RETINA, '--preset', 'fast'), "preset='fast' is unknown"),
     ],
 )

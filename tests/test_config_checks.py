@@ -33,6 +33,7 @@ MISTAKES = {
         "custom_hooks = [dict(type='CheckpointModulesHook', module='neck')]",
         "CheckpointModulesHook.*'module'",
     ),
+    'a misspelt hook': (FRCNN, "custom_hooks = [dict(type='LeanHok')]", "'LeanHok'; did you mean 'LeanHook'"),
     'a strategy by name': (FRCNN, "strategy = 'FSDPStrategy'", "strategy='FSDPStrategy' must be a dict"),
     'two hooks for all': (
         FRCNN,
@@ -123,6 +124,20 @@ def test_a_missing_import_is_a_warning(base, line, message, tmp_path, capsys):
     command.main(['report', str(tmp_path / 'child.py')])
     said = capsys.readouterr().err
     assert re.search(message, said) if message else 'warning' not in said
+
+
+@pytest.mark.parametrize('uses', [True, False])
+def test_modules_of_ones_own_may_import_the_package(uses, tmp_path, capsys, monkeypatch):
+    """What they import counts; this process has imported the package in any case."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own, used = f'own_{uses}_in_test', f'used_{uses}_in_test'
+    (tmp_path / f'{own}.py').write_text(f'import math\nimport torch\nimport {used}\n')
+    (tmp_path / f'{used}.py').write_text('from sbp_mmdet.adapters import adapter\n' if uses else 'VALUE = 1\n')
+    (tmp_path / 'child.py').write_text(
+        f"{FRCNN}\ncustom_imports = dict(imports=['{own}'])\ncustom_hooks = [dict(type='LeanHook')]\n"
+    )
+    command.main(['report', str(tmp_path / 'child.py')])
+    assert ('does not import sbp_mmdet' in capsys.readouterr().err) != uses
 
 
 def test_parts_that_do_not_meet_are_two_changes():

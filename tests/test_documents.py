@@ -21,6 +21,7 @@ from sbp_mmdet.plan.snippet import snippet
 from sbp_mmdet.plan.variants import load_config
 from sbp_mmdet.presets import PRESETS, Settings
 from sbp_mmdet.surgery import model_hooks
+from sbp_mmdet.verify.checks import verify_modules
 
 PAGES = sorted(
     p for pattern in ('*.md', 'docs/*.md', 'docs/research/*.md', 'configs/*/*.md') for p in ROOT.glob(pattern)
@@ -142,6 +143,19 @@ def test_example_of_a_family():
     for out in (names['out'], expected):
         gradients.append(torch.autograd.grad(out.square().sum(), tokens)[0])
     torch.testing.assert_close(*gradients[-2:], rtol=1e-4, atol=1e-5)
+
+
+def test_example_of_a_family_is_verified_with_dropped_positions():
+    """Its depthwise convolution has an adapter of its own, without a reference form."""
+    names = {}
+    exec(_find_python_blocks('docs/extending.md')[0], names)
+    stages = [nn.Sequential(names['MyBlock'](8), names['MyBlock'](8)) for _ in range(2)]
+    model = nn.Sequential(stages[0], nn.Conv2d(8, 8, 2, 2), stages[1])
+    report = sbp_mmdet.apply_lean(model, preset='sbp')
+    assert sum('0.5' in change for change in report.changed.values()) == 2
+    findings = verify_modules(model, report.changed, lambda model: model(torch.randn(2, 8, 16, 16)))
+    assert findings.kinds and not findings.skipped and not findings.failed
+    assert not [kind for kind in findings.kinds if kind.skipped]
 
 
 @pytest.mark.parametrize(

@@ -96,3 +96,8 @@ def test_without_gradients():
         out = sbp(f, x, positions(MASKS['half'].view(3, 4)))
     assert not out.requires_grad
     assert relative_error(out, f(x)) < 1e-14
+
+
+def test_a_mask_in_place_of_positions_is_refused():
+    with pytest.raises(TypeError, match=r'positions is a Tensor.*positions\(mask\)'):
+        sbp(nn.Linear(6, 6), torch.ones(2, 12, 6), MASKS['half'])

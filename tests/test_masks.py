@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sbp_mmdet.stochastic_backprop import masks
 from sbp_mmdet.stochastic_backprop.masks import (
     SAMPLERS,
+    format_keep_ratio,
     grid_positions,
     mask_generator,
     parse_keep_ratio,
@@ -56,6 +57,14 @@ def test_ratio_out_of_range(ratio):
     with pytest.raises(ValueError, match=r'in \(0, 1\]') as error:
         parse_keep_ratio(ratio)
     assert repr(ratio) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('ratio', 'text'),
+    [(0.5, '0.5'), (0.07, '0.07'), (0.123456, '10/81'), (0.123457, '10/81'), (1 / 3, '1/3'), (1, '1')],
+)
+def test_the_ratio_that_is_used_is_printed(ratio, text):
+    assert format_keep_ratio(ratio) == text
 
 
 @pytest.mark.parametrize(('ratio', 'nearest'), [(0.333, '1/3'), (0.4951, '49/99'), (0.999, '99/100'), (0.9951, '1')])

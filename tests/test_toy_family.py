@@ -228,3 +228,8 @@ def test_the_benchmark_measures_it(detector):
     )
     none, exact, paper = rows
     assert none['saved_bytes'] > exact['saved_bytes'] and exact['error'] < 1e-5 < paper['error']
+
+
+def test_an_adapter_without_a_forward_pass_is_refused():
+    with pytest.raises(ValueError, match=r'Empty must define the method parts\(\).+lean_forward\(\)'):
+        adapter(ToyNet)(type('Empty', (LeanBlock,), {}))

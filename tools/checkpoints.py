@@ -4,8 +4,12 @@ mmengine itself loads all weights that fit, even from a damaged file. It lists t
 with random weights for them.
 """
 
+import importlib.util
 import re
 import sys
+import urllib.error
+import urllib.parse
+import urllib.request
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -18,6 +22,7 @@ __all__ = ['check_checkpoint', 'check_initial_weights', 'damage', 'last_whole_ch
 
 _MISMATCH = re.compile(r'size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)')
 _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
+_SECONDS = 10  # that a server may take to answer
 _FOREIGN = 'is not a checkpoint of torch'
 
 
@@ -71,12 +76,37 @@ def check_initial_weights(config: Config) -> None:
     """Check the files that parts of the model are initialised from, which mmengine reads after everything is built.
 
     Raises:
-        PreflightError: If a ``checkpoint`` of an ``init_cfg`` is a path of this machine without a whole checkpoint.
+        PreflightError: If a ``checkpoint`` of an ``init_cfg`` is a path of this machine without a whole checkpoint, an
+            address that cannot be reached and was not downloaded before, or of torchvision, which is not installed.
     """
     for key, path in _initial_weights('model', config.get('model') or {}):
+        if problem := _find_unreachable(path):
+            raise PreflightError(
+                f'{key}: {path} {problem}; put a downloaded file in its place, or train from random weights with '
+                f'--cfg-options {key.removesuffix(".checkpoint")}=None'
+            )
         reason = None if '://' in path else damage(Path(path).expanduser())
         if reason and reason != _FOREIGN:  # mmengine may have a loader of the user's for it
             raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')
+
+
+def _find_unreachable(path):
+    """Return why weights cannot be downloaded, or ``None``."""
+    scheme = path.partition('://')[0]
+    if scheme in ('torchvision', 'modelzoo') and importlib.util.find_spec('torchvision') is None:
+        return 'needs torchvision, which is not installed'
+    if scheme not in ('http', 'https'):
+        return None
+    name = Path(urllib.parse.urlparse(path).path).name
+    if Path(torch.hub.get_dir(), 'checkpoints', name).is_file():
+        return None
+    try:
+        urllib.request.urlopen(urllib.request.Request(path, method='HEAD'), timeout=_SECONDS).close()
+    except urllib.error.HTTPError:
+        return None  # the server is there, and may only refuse this request
+    except (OSError, ValueError) as error:
+        return f'cannot be downloaded here ({getattr(error, "reason", error)})'
+    return None
 
 
 def _initial_weights(key, node):

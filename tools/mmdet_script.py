@@ -4,6 +4,7 @@ The script parses its own command line, so every option has the same meaning as 
 are written into the parsed arguments, which the script's ``main`` uses.
 """
 
+import atexit
 import contextlib
 import importlib.util
 import io
@@ -19,6 +20,7 @@ __all__ = [
     'find_script',
     'let_threads_sleep',
     'run',
+    'say',
     'toolbox_of',
 ]
 
@@ -43,6 +45,7 @@ def run(name: str, splits: tuple[str, ...]) -> None:
 
     # onedl-mmdetection prints lines when its data sets are imported, between those that tell about the training.
     with contextlib.redirect_stdout(io.StringIO()):
+        from hook_checks import given
         from preflight import PreflightError, check_arguments, check_config, load_config  # needs mmdet
 
     try:
@@ -61,12 +64,28 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         options.update(_cpu_rank_options(config))
     args.cfg_options = {**(args.cfg_options or {}), **options} or None
     script.parse_args = lambda: args
-    script.main()
+    try:
+        script.main()
+    except Exception as error:
+        if text := isinstance(error, (KeyError, TypeError)) and _describe_mistake(config, error):
+            sys.exit(f'error: {config.filename}: {text}')
+        for warning in given:  # they may say why, and were printed long ago
+            atexit.register(say, warning)  # after the traceback
+        raise
     if cpu_ranks:
         # Everything is written. An ordinary exit from here is aborted by gloo's threads in one process of ten.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _describe_mistake(config, error):
+    """Return which value of the config an error of mmengine's registries is about, or ``None`` for any other error."""
+    try:
+        from sbp_mmdet.plan.config_keys import describe_mistake
+    except ImportError:
+        return None
+    return describe_mistake(config, error)
 
 
 def toolbox_of(words: list[str]) -> str:
@@ -166,11 +185,11 @@ def check_start(config, args: Namespace) -> None:
                 'starts anew'
             )
         if reason:
-            _say(f'--resume: {reason}; going on from {load_from}')
+            say(f'--resume: {reason}; going on from {load_from}')
             args.resume = str(load_from)
         if load_from is None and args.resume == 'auto' and config.get('load_from'):
             resume, load_from, args.resume = False, config.load_from, None
-            _say(f'--resume: there is nothing to go on from yet, so the training starts from load_from={load_from}')
+            say(f'--resume: there is nothing to go on from yet, so the training starts from load_from={load_from}')
     checkpoints.check_initial_weights(config)
     if load_from:
         checkpoints.check_checkpoint(str(load_from), '--resume' if resume else 'load_from', config, whole_run=resume)
@@ -199,7 +218,7 @@ def checkpoint_options(config) -> dict:
         if 'type' not in hook:
             options['default_hooks.checkpoint.type'] = 'CheckpointHook'
     if hook.get('max_keep_ckpts') == 1:
-        _say(
+        say(
             'default_hooks.checkpoint.max_keep_ckpts=1: mmengine removes the old checkpoint before it writes the new '
             'one, and a run that is killed between them has none; 2 is safe'
         )
@@ -230,7 +249,7 @@ def _join_cpu_ranks(config, launcher: str) -> bool:
         torch.cuda.set_device = lambda device: None
         init_dist(launcher, **{**(config.get('env_cfg') or {}).get('dist_cfg', {}), 'backend': 'gloo'})
     words = ' '.join(f'{key}={value}' for key, value in _cpu_rank_options(config).items())
-    _say(f'no GPU here: CPU ranks, as if with --cfg-options {words}')
+    say(f'no GPU here: CPU ranks, as if with --cfg-options {words}')
     return True
 
 
@@ -244,7 +263,7 @@ def _cpu_rank_options(config) -> dict:
     return options
 
 
-def _say(message):
+def say(message: str) -> None:
     """Print in the first process only."""
     ranks = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')  # torchrun, Slurm, MPI
     if next((os.environ[name] for name in ranks if name in os.environ), '0') == '0':

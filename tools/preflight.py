@@ -3,25 +3,24 @@
 Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 """
 
-import contextlib
-import copy
 import difflib
 import inspect
 import re
 import sys
-import warnings
+import traceback
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations
+from hook_checks import check_hooks, dicts, on_meta, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS, HOOKS, MODELS, OPTIMIZERS, TRANSFORMS
+from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
+from torch.utils.data import DataLoader
 
 __all__ = [
     'PreflightError',
@@ -31,8 +30,6 @@ __all__ = [
     'load_config',
     'on_meta',
 ]
-
-_OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
 
 
 def load_config(path: str, options: dict | None = None) -> Config:
@@ -52,13 +49,31 @@ def load_config(path: str, options: dict | None = None) -> Config:
         raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
     try:
         config = Config.fromfile(path)
-        _check_options(config, options or {})
-        config.merge_from_dict(options or {})
-    except PreflightError:
-        raise
     except Exception as error:  # a config is a program: whatever it may raise
-        raise PreflightError(f'config file {path}: {type(error).__name__}: {error}') from error
+        text = _describe_missing_import(error) or f'{type(error).__name__}: {error}'
+        raise PreflightError(f'config file {path}: {text}') from error
+    _check_options(config, options or {})
+    for key, value in (options or {}).items():
+        try:
+            config.merge_from_dict({key: value})
+        except Exception as error:  # an option may be of any kind
+            from sbp_mmdet.plan.config_keys import describe_path  # noqa: PLC0415  nothing is checked after this
+
+            text = describe_path(config, key) or f'{type(error).__name__}: {error}'
+            raise PreflightError(f'--cfg-options {key}={value}: {text}') from error
     return config
+
+
+def _describe_missing_import(error):
+    """Return which module of ``custom_imports`` is missing; mmengine's own message lists the whole search path."""
+    while error.__context__ is not None:
+        error = error.__context__
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name is None or 'import_modules_from_strings' not in {f.name for f in traceback.extract_tb(error.__traceback__)}:
+        return None
+    near = difflib.get_close_matches(name, ['sbp_mmdet'], n=1)
+    remedy = f'did you mean {near[0]!r}?' if near else 'run this from the folder of your project, with PYTHONPATH=.'
+    return f'custom_imports: {error}; {remedy}'
 
 
 def _check_options(config, options):
@@ -98,12 +113,13 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
         PreflightError: For the first bad input.
     """
     check_backbone(config)
-    _check_hooks(config)
-    _warn_if_unused(config)
+    check_hooks(config)
+    warn_if_unused(config)
     if 'train' in splits:
         _check_channels(config)
         _check_optimizer(config.get('optim_wrapper') or {})
     for split in splits:
+        _check_dataloader(config, split)
         needed = TEST_KEYS if split == 'test' else KEYS
         for kind, dataset in _datasets((config.get(f'{split}_dataloader') or {}).get('dataset')):
             path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
@@ -120,12 +136,26 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
 
 
+def _check_dataloader(config, split):
+    """Find a misspelt key of a dataloader, whose error would name neither."""
+    loader = config.get(f'{split}_dataloader')
+    known = {*inspect.signature(DataLoader.__init__).parameters, 'num_batch_per_epoch', '_scope_', '_delete_'}
+    known -= {'self'}
+    for key in loader if isinstance(loader, dict) else ():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f'did you mean {near[0]!r}?' if near else 'remove it'
+            raise PreflightError(
+                f'{split}_dataloader.{key}={loader[key]!r}: DataLoader has no argument {key!r}; {remedy}'
+            )
+
+
 def _labels_are_categories(kind, config):
     """Return whether the labels of boxes are the file's categories: no transform of the user's own may map them.
 
     A panoptic data set, for example, has categories that no box has.
     """
-    found = [step.get('type') for step in _dicts((config.get('train_dataloader') or {}).get('dataset'))]
+    found = [step.get('type') for step in dicts((config.get('train_dataloader') or {}).get('dataset'))]
     steps = [TRANSFORMS.get(name) if isinstance(name, str) else name for name in found]
     return kind.parse_data_info is CocoDataset.parse_data_info and all(map(_is_of_mmdet, steps))
 
@@ -138,7 +168,7 @@ def _is_of_mmdet(kind):
 def _check_num_classes(config, labels, known):
     """Find heads with fewer classes than the training data, which on a GPU fail with an assertion that names nothing.
 
-    With more classes than metainfo names, training runs, but the evaluation fails with an IndexError.
+    With more classes than metainfo names, training runs, and ``CocoMetric`` fails at the first box of another class.
     """
     model = config.model.get('detector') or config.model
     roi_head = model.get('roi_head')
@@ -159,10 +189,10 @@ def _check_num_classes(config, labels, known):
                     f'num_classes={labels} in every head of the model'
                 )
             if isinstance(number, int) and number > known:
-                warnings.warn(
-                    f'model.{name}: num_classes={number}, but metainfo of the training data names {known} classes; an '
-                    f'evaluation may fail: set num_classes={known} in every head of the model',
-                    stacklevel=2,
+                warn(
+                    f'model.{name}: num_classes={number}, but metainfo of the training data names {known} '
+                    f'class{"es" if known > 1 else ""}: CocoMetric raises an IndexError at the first detection of any '
+                    f'other class; set num_classes={known} in every head of the model'
                 )
 
 
@@ -192,7 +222,7 @@ def _check_channels(config):
 
 def _check_imagenet(config, split):
     """Check the folder of mmpretrain's ImageNet, which mmpretrain's own error would not name."""
-    for dataset in _dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
+    for dataset in dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
         if str(dataset.get('type')).rpartition('.')[2] == 'ImageNet':
             root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
             if root and not root.is_dir():
@@ -208,7 +238,7 @@ def check_backbone(config: Config) -> None:
     Raises:
         PreflightError: If the backbone is not registered, or refuses its arguments.
     """
-    for node in _dicts(config.get('model')):
+    for node in dicts(config.get('model')):
         found = re.fullmatch(r'(?:\w+\.)?(SBP\w+)', str(node.get('type', '')))
         if not found:
             continue
@@ -216,7 +246,7 @@ def check_backbone(config: Config) -> None:
         if MODELS.get(name) is None:
             raise PreflightError(
                 f'{config.filename} uses {name} but does not import it: its custom_imports is '
-                f'{config.get("custom_imports")}; write in the config: {_with_our_import(config)}'
+                f'{config.get("custom_imports")}; write in the config: {with_our_import(config)}'
             )
         arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
         try:
@@ -235,70 +265,11 @@ def check_backbone(config: Config) -> None:
                 raise PreflightError(f'{config.filename}, {problem}')
 
 
-def _check_hooks(config):
-    """Find hooks of sbp_mmdet that are not registered, and presets that do not apply to the detector."""
-    for hook in config.get('custom_hooks') or []:
-        name = str(hook.get('type')).rpartition('.')[2]
-        if name not in _OWN_HOOKS:
-            near = difflib.get_close_matches(name, _OWN_HOOKS, n=1, cutoff=0.75)
-            if near and HOOKS.get(name) is None:
-                raise PreflightError(f'{config.filename}: custom_hooks has {name!r}; did you mean {near[0]!r}?')
-            continue
-        if HOOKS.get(name) is None:
-            raise PreflightError(
-                f'{config.filename}: custom_hooks has {name}, but its custom_imports is '
-                f'{config.get("custom_imports")}; write in the config: {_with_our_import(config)}'
-            )
-        try:
-            hook = HOOKS.build({key: value for key, value in hook.items() if key != 'priority'})
-            if detector := on_meta(config):
-                hook.apply(detector)
-        except (TypeError, ValueError) as error:
-            raise PreflightError(f'{config.filename}, custom_hooks, {name}: {error}') from error
-
-
-def _with_our_import(config):
-    """Return a line that imports this package beside what the config imports. A config's list replaces its parent's."""
-    return f'custom_imports = dict(imports={[*_imported(config), "sbp_mmdet"]}, allow_failed_imports=False)'
-
-
-def _imported(config):
-    """Return the names of the modules that a config imports."""
-    names = (config.get('custom_imports') or {}).get('imports') or []
-    return [names] if isinstance(names, str) else [*names]
-
-
-def _warn_if_unused(config):
-    """Warn if a config imports this package but does not use it, for example because a key is misspelt."""
-    ours = [*_dicts(config.get('model')), *(config.get('custom_hooks') or []), *_dicts(config.get('optim_wrapper'))]
-    kinds = [node.get('type') for node in ours]
-    kinds = [getattr(kind, '__name__', str(kind).rpartition('.')[2]) for kind in kinds]
-    used = any(kind in (*_OWN_HOOKS, 'RehearseHook') or kind.startswith('SBP') or '8bit' in kind for kind in kinds)
-    if 'sbp_mmdet' not in _imported(config) or used:
-        return
-    near = difflib.get_close_matches('custom_hooks', [key for key in config if key != 'custom_hooks'], n=1, cutoff=0.8)
-    hint = f'; {near[0]!r} is no key of mmengine, did you mean custom_hooks?' if near else ''
-    warnings.warn(
-        f'{config.filename} imports sbp_mmdet, but has no LeanHook in custom_hooks and no backbone of it, so training '
-        f'is plain{hint}',
-        stacklevel=2,
-    )
-
-
-def on_meta(config: Config) -> torch.nn.Module | None:
-    """Build the model without memory for its weights; return ``None`` if that fails, which mmdet reports later."""
-    init_default_scope(config.get('default_scope', 'mmdet'))
-    for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
-        with contextlib.suppress(Exception), torch.device(device):
-            return MODELS.build(copy.deepcopy(config.model)).to('meta')  # DINO writes into its config
-    return None
-
-
 def _check_scales(config, min_size):
     """Find pipelines whose images are smaller than the backbone's stride, however they are padded."""
     divisor = (config.model.get('data_preprocessor') or {}).get('pad_size_divisor', 1)
     for split in ('train', 'val', 'test'):
-        for step in _dicts(config.get(f'{split}_dataloader')):
+        for step in dicts(config.get(f'{split}_dataloader')):
             scales = step.get('scale', step.get('scales')) if 'Resize' in str(step.get('type')) else None
             scales = (scales, scales) if isinstance(scales, (int, float)) else scales or []
             scales = [scales] if scales and not isinstance(scales[0], (list, tuple)) else scales
@@ -311,19 +282,9 @@ def _check_scales(config, min_size):
                 )
 
 
-def _dicts(node) -> Iterator[dict]:
-    """Yield every dict inside of a config."""
-    if isinstance(node, dict):
-        yield node
-        node = list(node.values())
-    if isinstance(node, (list, tuple)):
-        for item in node:
-            yield from _dicts(item)
-
-
 def _datasets(node) -> Iterator[tuple[type, dict]]:
     """Yield class and config of each COCO-format data set of a dataloader, inside of wrappers such as RepeatDataset."""
-    for dataset in _dicts(node):
+    for dataset in dicts(node):
         kind = dataset.get('type')
         kind = DATASETS.get(kind) if isinstance(kind, str) else kind
         if inspect.isclass(kind) and issubclass(kind, CocoDataset):

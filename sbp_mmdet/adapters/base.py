@@ -28,6 +28,7 @@ from ..ops.common.stochastic_depth import drawn_factor, on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
+from ..stochastic_backprop.masks import format_keep_ratio
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
@@ -55,12 +56,17 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
         Callable: The decorator.
 
     Raises:
-        ValueError: If the decorated class does not derive from :class:`LeanModule`.
+        ValueError: If the decorated class does not derive from :class:`LeanModule`, or says nothing of a forward pass.
     """
 
     def register(mixin):
         if not issubclass(mixin, LeanModule):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
+        if mixin.parts is LeanModule.parts and mixin.lean_forward is LeanModule.lean_forward:
+            raise ValueError(
+                f'{mixin.__name__} must define the method parts(), which returns the operations of the forward pass by '
+                'name, or lean_forward(), which computes it'
+            )
         ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
         adapter_of_class.cache_clear()
         if 'stock' not in vars(mixin):
@@ -191,16 +197,18 @@ class LeanModule(Mixin):
             if not self.folds_frozen_norms or trains(self):
                 return False
         if not bound.bypassed.unchanged(self):
-            bound = self._bind_anew()
+            bound = self.bind_anew()
         return bound.reason is None
 
-    def _bind_anew(self):
+    def bind_anew(self, warns: bool = True) -> Bound:
+        """Bind the operations in the present state of the module. Warn of reasons against them that are new."""
         before, place = self._lean.bound, self._lean
         bound = bind(type(self), self, place.settings, running=True)
         self._lean = place._replace(bound=bound)
         reasons = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
-        if new_reasons := [reason for reason in dict.fromkeys(reasons) if reason not in known]:
+        new_reasons = [reason for reason in dict.fromkeys(reasons) if reason not in known]
+        if new_reasons and warns:
             name = place.name or type(self).__name__
             text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
@@ -298,7 +306,8 @@ class LeanModule(Mixin):
         """Return the text of ``print(model)`` for the module, with its preset and keep ratio."""
         settings, layer, draws, *_ = self._lean
         ratio = draws and draws.ratio(layer)
-        said = super().extra_repr(), f"preset='{settings.preset.name}'", ratio and f'keeps {ratio:g} of the positions'
+        kept = ratio and f'keeps {format_keep_ratio(ratio)} of the positions'
+        said = super().extra_repr(), f"preset='{settings.preset.name}'", kept
         return ', '.join(filter(None, said))
 
     @property

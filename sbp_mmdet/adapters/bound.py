@@ -75,8 +75,11 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
             used += reads if usable is part else _read_without(usable, form, problems)
     if fatal or (unused and not (mixin.separable and parts)):
         names = {id(inside): name for name, inside in module.named_modules()}
-        reasons = ((names.get(id(inside), ''), problem) for inside, problem in left)
-        reason = '; '.join(f'{name}: {problem}' if name else problem for name, problem in reasons)
+        by_problem = {}
+        for inside, problem in left:
+            by_problem.setdefault(problem, {})[names.get(id(inside), '')] = None
+        listed = ((', '.join(filter(None, of)), problem) for problem, of in by_problem.items())
+        reason = '; '.join(f'{of}: {problem}' if of else problem for of, problem in listed)
         return Bound({}, reason, [], BypassedModules(module, checked), [], False)
     used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
     checked += mixin.watches(module)

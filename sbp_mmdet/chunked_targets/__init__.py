@@ -57,4 +57,4 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
     changed = '; '.join(f'{what} in {", ".join(heads)}' for what, heads in changes.items() if heads)
     message = f'training targets are computed in chunks: {changed}' if changed else 'no training targets in chunks'
     left = ', '.join(f'{name} ({reason})' for name, reason in unchanged.items())
-    return f'{message}. Unchanged assigners: {left}' if left else message
+    return f'{message}. The other assigners work as before: {left}' if left else message

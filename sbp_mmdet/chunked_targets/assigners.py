@@ -59,7 +59,7 @@ def assigners_in_chunks(model: nn.Module, pairs: int) -> tuple[list[str], dict[s
             changed[head] = None
         else:
             kind = stock_class(type(assigner if calculator is None else calculator)).__name__
-            reason = f'{kind} has no iou_calculator' if calculator is None else f'iou_calculator is a {kind}'
+            reason = f'a {kind} compares no priors with boxes' if calculator is None else f'iou_calculator is a {kind}'
             reason = replaced_code(stock_class(type(calculator)), '__call__') or reason
             unchanged[f'{head}.{name}' if head else name] = reason
         if type(assigner) in _NO_OVERLAP and _computes_costs_one_by_one(assigner):

@@ -4,7 +4,10 @@ import argparse
 import difflib
 import inspect
 import itertools
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from mmdet.models.necks import FPN, FPN_CARAFE, NASFPN, PAFPN, YOLOXPAFPN, ChannelMapper, CSPNeXtPAFPN
@@ -30,6 +33,7 @@ __all__ = [
     'find_small_heads',
     'list_imports',
     'refuse_strategies',
+    'refuse_two_changes',
     'refuse_uncounted_models',
 ]
 
@@ -127,7 +131,7 @@ def check_config(config: Config) -> None:
                     f'default_hooks: {name}={kind.__name__} changes the model; move it to custom_hooks=[...], where '
                     'plan, report and verify look for such hooks'
                 )
-    _check_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
+    refuse_two_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
     _check_backbone(config)
 
 
@@ -181,8 +185,7 @@ def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | Non
 def find_missing_import(config: Config) -> str | None:
     """Return what is wrong with a config that names classes of this package and does not import it.
 
-    A training would not know these classes. Modules that the config imports may import this package in turn, except
-    those of mmdet and its relatives.
+    A training would not know these classes. Modules that the config imports may import this package in turn.
 
     Args:
         config (Config): A config that :func:`check_config` has approved of.
@@ -194,12 +197,31 @@ def find_missing_import(config: Config) -> str | None:
     named = [(HOOKS, hook['type']) for hook in hooks] + [(MODELS, (config.model.get('backbone') or {}).get('type'))]
     ours = [kind for registry, kind in named if isinstance(kind, str) and _is_ours(registry.get(kind))]
     imports = [*list_imports(config)]
-    if not ours or any(name.partition('.')[0] not in _LIBRARIES for name in imports):
+    if not ours or _import_ours(imports):
         return None
     return (
         f'the config uses {ours[0]} and does not import sbp_mmdet, so a training would not find it; write in '
         f'it: custom_imports = dict(imports={[*imports, "sbp_mmdet"]}, allow_failed_imports=False)'
     )
+
+
+def _import_ours(names):
+    """Return whether modules use this package, or a module of the user's that they import does."""
+    names, seen = [*names], set()
+    while names:
+        name = names.pop()
+        top = name.partition('.')[0]
+        if top == 'sbp_mmdet':
+            return True
+        module = sys.modules.get(name)
+        file = getattr(module, '__file__', None)
+        if name in seen or top in _LIBRARIES or not file or {'site-packages', 'lib-dynload'} & {*Path(file).parts}:
+            continue
+        seen.add(name)
+        values = [*vars(module).values()]
+        used = [getattr(value, '__name__' if isinstance(value, ModuleType) else '__module__', None) for value in values]
+        names += [name for name in used if isinstance(name, str)]
+    return False
 
 
 def find_small_heads(config: Config, classes: int) -> dict[str, int]:
@@ -309,8 +331,16 @@ def _is_ours(kind):
     return getattr(kind, '__module__', '').partition('.')[0] == 'sbp_mmdet'
 
 
-def _check_changes(config, hooks):
-    """Refuse two changes of one part of the model."""
+def refuse_two_changes(config: Config, hooks: Sequence[LeanHook]) -> None:
+    """Refuse two changes of one part of the model.
+
+    Args:
+        config (Config): A config.
+        hooks (Sequence[LeanHook]): Its hooks.
+
+    Raises:
+        ValueError: If two hooks, or a hook and the backbone's ``sbp_cfg``, change one part.
+    """
     parts = [hook.settings.modules or ('',) for hook in hooks if hook.settings.preset.name != 'none']
     if (config.model.get('backbone') or {}).get('sbp_cfg') is not None and any('' in names for names in parts):
         raise ValueError(

@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import Registry
 from mmengine.runner import Runner
 
-__all__ = ['describe_mistake', 'shorten_names']
+__all__ = ['describe_mistake', 'describe_path', 'shorten_names']
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -33,6 +33,34 @@ def describe_mistake(config: Config, error: Exception) -> str | None:
         return _describe_unknown_class(config, found[1] or found[3], found[2] or 'model')
     if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(text)):
         return _describe_unknown_argument(config, *found.groups())
+    return None
+
+
+def describe_path(config: Config, key: str) -> str | None:
+    """Return where the key of an override does not fit a config.
+
+    Args:
+        config (Config): Any config.
+        key (str): The key, as of ``--cfg-options``.
+
+    Returns:
+        str | None: What the config has there, with the remedy; ``None`` if the key fits.
+    """
+    node, words = config._cfg_dict, key.split('.')
+    for i, word in enumerate(words):
+        where = '.'.join(words[:i])
+        if isinstance(node, (list, tuple)):
+            if not (word.isdigit() and int(word) < len(node)):
+                rest = words[i + word.isdigit() :]
+                example = '.'.join([where, '0', *rest])
+                return f'{where} is a list of {len(node)}; its members have numbers from 0, such as {example}'
+            node = node[int(word)]
+        elif isinstance(node, dict):
+            if word not in node:
+                return None
+            node = node[word]
+        else:
+            return f'{where} is {node!r}, and has no {word!r}; override {where} itself'
     return None
 
 
@@ -90,6 +118,9 @@ def _describe_unknown_argument(config, class_name, argument):
             remedy = (
                 f'did you mean {near[0]!r}?' if near else f'remove it; if it is inherited, set _delete_=True in {key}'
             )
+            if argument == 'sbp_cfg':
+                hook = "custom_hooks = [dict(type='LeanHook', preset=...)]"
+                remedy = f'backbones of this package have it; remove it and write {hook}'
             return f'{key}: {kind.__name__} has no argument {argument!r}; {remedy}'
     return None
 

@@ -75,6 +75,8 @@ def format_plan(
         f'tensors, a margin of {100 * MARGIN:.0f} %, and {cuda} for CUDA.'
     )
     note += describe_run(config)
+    if best is not None and best.variant != 'with_cp' and any(row.fits and row.variant == 'with_cp' for row in rows):
+        note += '\nwith_cp is there to compare with; it is chosen only where nothing else with exact gradients fits.'
     if best is None:
         adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
         more = ' --adamw8bit,' if adam and not args.adamw8bit else ''

@@ -17,6 +17,7 @@ from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
 from ..surgery import hook_arguments, hook_class
 from .config_checks import check_config, check_options, list_imports
+from .config_keys import describe_path
 from .transforms import name_of
 
 __all__ = [
@@ -54,6 +55,9 @@ STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeX
 _TRANSFORMERS = ('encoder', 'decoder', 'panoptic_head.pixel_decoder.encoder', 'panoptic_head.transformer_decoder')
 
 
+_IN_PROJECT = '; run this from the folder of your project, with PYTHONPATH=. in front'
+
+
 class NotApplicable(ValueError):
     """Error of a variant that does not apply to the model."""
 
@@ -85,10 +89,12 @@ def load_config(path: str, options: dict | None = None) -> Config:
     except Exception as error:  # a config is a program and may raise any error
         raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
     check_options(config, options)
-    try:
-        config.merge_from_dict(options or {})
-    except Exception as error:  # the overrides may be of any kind
-        raise ValueError(f'config file {path}: --cfg-options: {type(error).__name__}: {error}') from error
+    for key, value in (options or {}).items():
+        try:
+            config.merge_from_dict({key: value})
+        except Exception as error:  # the overrides may be of any kind
+            text = describe_path(config, key) or f'{type(error).__name__}: {error}'
+            raise ValueError(f'{path}: --cfg-options {key}={value}: {text}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the MMDetection config that you train with')
     try:
@@ -101,7 +107,8 @@ def load_config(path: str, options: dict | None = None) -> Config:
         except Exception as error:  # a module is a program, too
             allowed = name.startswith('mmpretrain') or config.custom_imports.get('allow_failed_imports')
             if not (isinstance(error, ImportError) and allowed):
-                remedy = '; run this from the folder of your project, with PYTHONPATH=. in front'
+                near = difflib.get_close_matches(name, ['sbp_mmdet'], n=1)
+                remedy = f'; did you mean {near[0]!r}?' if near else _IN_PROJECT
                 remedy = remedy if getattr(error, 'name', None) == name.partition('.')[0] else ''
                 what = f'{error}' if isinstance(error, ImportError) else f'{type(error).__name__}: {error}'
                 raise ValueError(f'{path}: custom_imports: {name} cannot be imported: {what}{remedy}') from error

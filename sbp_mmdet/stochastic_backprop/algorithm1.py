@@ -23,11 +23,19 @@ def sbp(f: Callable[[Tensor], Tensor], x: Tensor, positions: Positions) -> Tenso
     Returns:
         Tensor: Shape (N, L, ...').
 
+    Raises:
+        TypeError: If ``positions`` are none, for example a mask.
+
     Example:
         >>> kept = positions(mask)  # see stochastic_backprop.masks
         >>> y = sbp(torch.nn.Linear(96, 384), x, kept)  # a PW-Conv on tokens (N, L, 96)
     """
-    keep, drop = positions.keep, positions.drop
+    if not isinstance(positions, Positions):
+        raise TypeError(
+            f'positions is a {type(positions).__name__}, and must be Positions; of a mask of bool, take '
+            'sbp_mmdet.positions(mask)'
+        )
+    keep, drop = positions
     # Kept positions first: under autocast the first call fills the cache of cast weights, and a cache that was filled
     # inside no_grad would cut the weights off from their gradients.
     kept = f(take(x, keep))

@@ -23,6 +23,7 @@ __all__ = [
     'SAMPLERS',
     'Positions',
     'draw_seed',
+    'format_keep_ratio',
     'grid_positions',
     'level_positions',
     'mask_generator',
@@ -75,6 +76,16 @@ def parse_keep_ratio(ratio: float) -> Fraction:
         names = ' or '.join(f'{float(c):.6g} (= {c})' for c in nearest)
         raise ValueError(f'keep_ratio={ratio!r} is not a fraction p/q with q <= {_MAX_DENOMINATOR}; nearest: {names}')
     return fraction
+
+
+def format_keep_ratio(ratio: float) -> str:
+    """Return a keep ratio as it is used: the number as given or, if it is rounded, the fraction.
+
+    Args:
+        ratio (float): Keep ratio, see :func:`parse_keep_ratio`.
+    """
+    fraction = parse_keep_ratio(ratio)
+    return f'{ratio:g}' if Fraction(f'{ratio:g}') == fraction else f'{fraction}'
 
 
 def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> torch.Generator:

@@ -9,8 +9,9 @@ import torch
 from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
 
-from ..adapters import LeanModule
-from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart
+from ..adapters import LeanModule, adapter_of
+from ..adapters.bound import runs_reference
+from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart, give_parts_back
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
@@ -21,10 +22,10 @@ from .eight_bits import check_eight_bits
 from .findings import Findings, Kind
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
 from .kinds import described, settings_of
-from .module_run import bridge, floating
+from .module_run import SavedTensors, bridge, cotangent, floating, run_module
 from .parts_of_inputs import first_part
 from .random_parts import Disagreement
-from .saved_bytes import SavedBytes, note_inputs
+from .saved_bytes import SavedBytes, note_calls
 
 __all__ = ['verify_modules']
 
@@ -70,7 +71,7 @@ def verify_modules(
     ran = {name for kind in findings.kinds for name in kind.modules}
     findings.silent = [] if findings.skipped else [name for name in names if name not in ran]
     findings.synced = get_world_size() > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-    findings.recomputed = watch.saved.count()
+    watch.saved.count()
     failed = _reduce_over_ranks([name in findings.failed for name in names], device, 'max')
     for name, bad in zip(names, failed, strict=True):
         if bad:
@@ -99,6 +100,19 @@ class _Bridge(Mixin):
         return bridge(super().forward, args, kwargs)
 
 
+def _in_front_of_training(modules):
+    """Return the ids of frozen modules with no trained parameter in front of them, which autograd saves nothing for.
+
+    The order of modules is taken for that of their calls.
+    """
+    found, trains = set(), False
+    for module in modules:
+        if not trains and not any(p.requires_grad for p in module.parameters()):
+            found.add(id(module))
+        trains |= any(p is not None and p.requires_grad for p in module._parameters.values())
+    return found
+
+
 @dataclasses.dataclass
 class _Classes:
     """Classes that a module of the copy switches between, and its :class:`.adapters.Place`."""
@@ -121,11 +135,13 @@ class _Watch:
         modules = dict(model.named_modules())
         # Ids of modules inside parts that the preset checkpoints, and inside parts that the user checkpoints.
         self.recomputed, self.checkpointed = set(), set()
+        self.in_parts = set()  # those inside of recomputed parts that are no changed modules
+        self.in_front = _in_front_of_training(modules.values())
         for module in modules.values():  # a part before the modules in it
             if isinstance(module, (CheckpointedPart, CheckpointedLevels)):
                 if id(module) not in self.recomputed and id(module) not in self.checkpointed:
                     self.recomputed.update(map(id, module.modules()))
-                    self._note_inputs(module)
+                    self._watch_part(module)
             elif isinstance(module, Checkpointed):
                 self.checkpointed.update(map(id, module.modules()))
         for name in names:
@@ -134,14 +150,42 @@ class _Watch:
             if isinstance(module, LeanModule):
                 self._prepare(module)
 
-    def _note_inputs(self, part):
-        """Make a recomputed part count its inputs."""
+    def _watch_part(self, part):
+        """Make a recomputed part count what it saves: its inputs now, and otherwise what its own code saves.
 
-        def note(args, kwargs):
-            if all(outer is part for outer in self.around):
-                self.saved.add(None, ('now',), (args, kwargs))
+        The own code of a changed module counts as its kind does. Any other part runs here once more for that, and
+        counts for the changed modules inside of it.
+        """
+        lean = isinstance(part, LeanModule)
+        if not lean:
+            give_parts_back(part)
+            self.in_parts.update(map(id, part.modules()))
 
-        note_inputs(part, note)
+        def note(args, kwargs, out):
+            if any(outer is not part for outer in self.around):
+                return
+            everything = frozenset(range(len(floating((args, kwargs)))))
+            stored = {} if lean else self._count_own_code(part, args, kwargs)
+            if lean or stored:
+                stored['now'] = SavedTensors(0, everything, frozenset())
+            block = bool(kind := adapter_of(part)) and kind.checkpointed
+            call = Kind(type(part).__name__, stored=stored, checkpointed=block and not lean)
+            self.findings.recomputed.append(call)
+            self.saved.add(call, ('now',) if lean else ('now', 'before', 'with_cp'), (args, kwargs), out)
+
+        note_calls(part, note)
+
+    def _count_own_code(self, module, args, kwargs):
+        """Return what the own code of a module saves, as ``Kind.stored``; nothing if it raises."""
+        blocks, stored = {*map(id, self._find_blocks(module))}, {}
+        try:
+            for key in ('before', 'with_cp') if blocks else ('before',):
+                bridged = blocks if key == 'with_cp' else ()  # these are counted one by one
+                with self._switched(module, False, bridged, lambda place: place):
+                    stored[key] = run_module(module, args, kwargs, cotangent, backward=False).stored
+        except Exception:  # noqa: BLE001  the real step will raise it
+            return {}
+        return stored
 
     def _prepare(self, module):
         place = module._lean
@@ -162,8 +206,11 @@ class _Watch:
             return forward(*args, **kwargs)
         kind = self._find_kind(module, args, kwargs)
         bridged = self._find_bridged(module)
-        keys = () if id(module) in self.checkpointed else self._list_counts(kind, module)
-        if id(module) in self.recomputed:
+        nothing = id(module) in self.checkpointed or id(module) in self.in_front
+        keys = () if nothing else self._list_counts(kind)
+        if id(module) in self.in_parts:
+            keys = [key for key in keys if key == 'with_cp' and kind.checkpointed]
+        elif id(module) in self.recomputed:
             keys = [key for key in keys if key != 'now']
         if not bridged:
             self.around.append(module)
@@ -176,7 +223,7 @@ class _Watch:
             self.saved.add(kind, keys, (args, kwargs), out)
         return out
 
-    def _list_counts(self, kind, module):
+    def _list_counts(self, kind):
         """Return the counts of saved bytes that a call belongs to: of 'now', 'before' and 'with_cp'.
 
         A module that runs its blocks itself is counted instead of them, except for 'with_cp', where each block is a
@@ -184,8 +231,7 @@ class _Watch:
         """
         if self.around:
             return ('with_cp',) if self._is_in_chain() and kind.checkpointed else ()
-        chains = self.classes[id(module)].lean.runs_blocks and len(self._find_blocks(module)) > 0
-        return ('now', 'before') if chains else ('now', 'before', 'with_cp')
+        return ('now', 'before', 'with_cp')
 
     def _is_in_chain(self):
         """Return whether the module that runs now is a block of one that runs its blocks itself and counts for them."""
@@ -240,6 +286,8 @@ class _Watch:
                 check_eight_bits(x)
         whole = make_side(True, lambda place: place._replace(draws=None, row_draws=None))
         kind.stored = compare_sides(make_side(False), whole, slack=slack)
+        if classes.lean.runs_blocks and not self.around:
+            kind.stored = self._count_own_code(module, args, kwargs) | kind.stored
         if place.row_draws is not None:
             # Weight gradients are estimates; the operation was compared without a sample above.
             sampled = make_side(True, lambda place: place._replace(draws=None))
@@ -287,8 +335,9 @@ class _Watch:
             if id(m) in bridged:
                 m.__class__ = classes.bridged
             else:
-                m.__class__ = classes.lean if lean else classes.own
                 m._lean = change(classes.place)
+                own = not lean or runs_reference(classes.lean, m._lean.settings.preset.form)
+                m.__class__ = classes.own if own else classes.lean
         try:
             yield
         finally:

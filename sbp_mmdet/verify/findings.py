@@ -16,8 +16,8 @@ class Kind:
         disagrees (str | None): How they differ, or the error of the changed module. If ``None``, they agree. Default:
             None.
         skipped (str | None): Why they were not compared. If ``None``, they were. Default: None.
-        stored (dict[str, SavedTensors]): Tensors that autograd saves in one module, ``now`` and ``before`` the change.
-            Default: empty.
+        stored (dict[str, SavedTensors]): Tensors that autograd saves in one module, ``now`` and ``before`` the change,
+            and ``with_cp`` if blocks inside of it count separately then. Default: empty.
         checkpointed (bool): Whether ``preset='with_cp'`` checkpoints such a module. Default: False.
         bytes (dict[str, int]): Bytes that all modules of the kind save: ``now``, ``before``, and ``with_cp``, without
             tensors that are counted for another kind. Default: 0 each.
@@ -47,7 +47,8 @@ class Findings:
         autocast (bool): Whether autocast was enabled. Default: False.
         synced (bool): Whether norms were compared without the statistics of other processes. Default: False.
         silent (list[str]): Names of changed modules that did not run. Default: empty.
-        recomputed (int): Bytes of the inputs of recomputed parts, which save nothing else. Default: 0.
+        recomputed (list[Kind]): Calls of recomputed parts, with their bytes. Of changed modules among them, only those
+            saved ``now``; the others are in ``kinds``. Default: empty.
         frozen (list[str]): Names of the modules that ran and are left alone because they are frozen. Default: empty.
         own_code (list[str]): Names of changed modules that are recomputed and run their own code. Default: empty.
     """
@@ -58,7 +59,7 @@ class Findings:
     autocast: bool = False
     synced: bool = False
     silent: list = dataclasses.field(default_factory=list)
-    recomputed: int = 0
+    recomputed: list = dataclasses.field(default_factory=list)
     frozen: list = dataclasses.field(default_factory=list)
     own_code: list = dataclasses.field(default_factory=list)
 
@@ -70,8 +71,8 @@ class Findings:
     @property
     def stored(self) -> dict[str, int]:
         """Bytes saved for the backward pass: ``now``, ``before`` the change, and ``with_cp``."""
-        stored = {key: sum(kind.bytes[key] for kind in self.kinds) for key in ('now', 'before', 'with_cp')}
-        return dict(stored, now=stored['now'] + self.recomputed)
+        kinds = (*self.kinds, *self.recomputed)
+        return {key: sum(kind.bytes[key] for kind in kinds) for key in ('now', 'before', 'with_cp')}
 
     def __str__(self):
         if self.skipped:
@@ -84,7 +85,7 @@ class Findings:
         )
         text = (
             f'verified {len(names)} modules{frozen} against their own code, in {len(kinds)} cases of different class, '
-            f'settings or shapes: outputs differ by at most {outputs:.0e}, gradients by {gradients:.0e} (relative)'
+            f'settings or shapes: {_format_differences(outputs, gradients)}'
         )
         if skipped := [kind for kind in self.kinds if kind.skipped]:
             first = skipped[0]
@@ -96,3 +97,12 @@ class Findings:
         if self.synced:
             text += '; SyncBN was compared within this process, without its communication'
         return text
+
+
+def _format_differences(outputs, gradients):
+    if not outputs and not gradients:
+        return 'outputs and gradients are equal'
+    if not outputs:
+        return f'outputs are equal, gradients differ by at most {gradients:.0e} (relative)'
+    last = f'by {gradients:.0e}' if gradients else 'are equal'
+    return f'outputs differ by at most {outputs:.0e}, gradients {last} (relative)'

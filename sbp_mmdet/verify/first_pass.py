@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..adapters import LeanModule, release
+from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart
+from ..passes import is_known_inside
 from ..presets import Settings
 from ..stochastic_backprop.step_draws import StepDraws
 from ..surgery import Mixin, mix_in, mix_out, refuse_tracing
 from .checks import verify_modules
 from .findings import Findings
 
-__all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed']
+__all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed', 'warn_of_own_code']
 
 _off = 0  # number of open `verification_off` contexts
 
@@ -48,6 +50,7 @@ class FirstPass(Mixin):
     def _verify_first_pass(self, args, kwargs):
         settings, report = vars(self).pop('_verification')
         mix_out(self, FirstPass)
+        warn_of_own_code(self, report, type(self).__name__, _print_to_log)
         inputs = _copies((args, kwargs))
         findings = verify_changed(self, report, settings, lambda model: model(*inputs[0], **inputs[1]))
         conclude(self, report, settings, findings, type(self).__name__, _print_to_log)
@@ -82,12 +85,54 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
     Returns:
         Findings: The results.
     """
-    known = report.changed.keys() | report.left.keys()
-    names = [name for name, module in model.named_modules() if name in known and isinstance(module, LeanModule)]
+    lean = _lean_modules(model, report)
+    names = [name for name, module in lean.items() if module._lean.bound.reason is None]
     findings = verify_modules(model, names, run, every=settings.verify == 'all')
     findings.frozen = [name for name in names if report.left.get(name) == 'frozen']
-    findings.own_code = [name for name in report.changed if name not in names]
+    findings.own_code = [name for name in report.changed if name not in lean]
     return findings
+
+
+def _lean_modules(model, report):
+    """Return the modules of a report, frozen ones included, that have adapters."""
+    known = report.changed.keys() | report.left.keys()
+    return {name: m for name, m in model.named_modules() if name in known and isinstance(m, LeanModule)}
+
+
+def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[str]:
+    """Log, in one message, which changed modules run their own code by now, such as those with hooks of other hooks.
+
+    Args:
+        model (nn.Module): The changed model.
+        report (Report): Report of the changed modules.
+        who (str): Prefix of the message.
+        say (Callable): Function that logs a message with a level of ``logging``.
+
+    Returns:
+        list[str]: Names of these modules. Frozen ones, which save nothing anyway, are not among them.
+    """
+    reasons = {}
+    for name, module in _lean_modules(model, report).items():
+        before = module._lean.bound
+        if before.reason or before.reference or before.bypassed.unchanged(module):
+            continue
+        bound = module.bind_anew(warns=False)
+        new = [reason for _, reason in bound.left if reason not in {known for _, known in before.left}]
+        if name in report.changed and (reason := bound.reason or '; '.join(dict.fromkeys(new))):
+            reasons[name] = reason
+    for name in report.changed:
+        module = model.get_submodule(name)
+        if isinstance(module, (CheckpointedPart, CheckpointedLevels)) and not is_known_inside(module):
+            reasons.setdefault(name, 'a module inside of it has hooks, which would run twice')
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        since = 'they have hooks' if all('has hooks' in one for one in reasons.values()) else 'they were changed since'
+        say(
+            f'{who}: {len(reasons)} of {len(report.changed)} changed modules run their own code in part or whole, '
+            f'because {since}; they no longer save memory. An example is {name} ({reason})',
+            logging.WARNING,
+        )
+    return [*reasons]
 
 
 def conclude(model: nn.Module, report, settings: Settings, findings: Findings, who: str, say: Callable) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ops.common.precision import accumulator
@@ -118,7 +119,8 @@ def run_module(
             its inputs and of the present autocast. Default: None.
         shift (dict[str, Tensor] | None): Tensors that are added to inputs and parameters, by the name of their
             gradient. If ``None``, nothing is added. Default: None.
-        backward (bool): Whether gradients are computed. Default: True.
+        backward (bool): Whether gradients are computed. If ``False``, what autograd saves is counted, and not kept in
+            memory. Default: True.
 
     Returns:
         Run: The results.
@@ -158,11 +160,12 @@ class _Pass:
             return functional_call(_Calls(self._module), tensors, (step,))
 
     def _forward_and_backward(self, args, kwargs, cotangent, backward):
-        inputs, saved = tree_map(self._copied, (args, kwargs)), {}
+        inputs, saved, references = tree_map(self._copied, (args, kwargs)), {}, []
 
         def pack(tensor):
+            references.append(StorageWeakRef(tensor.untyped_storage()))  # keep addresses from being reused
             saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor if backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
             outs = floating(self._module(*inputs[0], **inputs[1]))

@@ -9,24 +9,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..surgery import Mixin, mix_in
 from .module_run import floating, storage_of
 
-__all__ = ['SavedBytes', 'note_inputs']
+__all__ = ['SavedBytes', 'note_calls']
 
 
 class _Noted(Mixin):
-    """Mixin of modules that report their inputs."""
+    """Mixin of modules that report their calls."""
 
     def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            vars(self)['_note'](args, kwargs)
-        return super().forward(*args, **kwargs)
+            vars(self)['_note'](args, kwargs, out)
+        return out
 
 
-def note_inputs(module: nn.Module, note: Callable[[tuple, dict], None]) -> None:
-    """Call ``note`` with a module's inputs whenever its forward pass runs without gradients.
+def note_calls(module: nn.Module, note: Callable) -> None:
+    """Call ``note`` whenever a module's forward pass has run without gradients.
 
     Args:
         module (nn.Module): The module, changed in place.
-        note (Callable): Called with the arguments and the keyword arguments.
+        note (Callable): Called with the arguments, the keyword arguments and the result.
     """
     mix_in(module, _Noted)
     vars(module)['_note'] = note
@@ -45,8 +46,7 @@ class SavedBytes:
         """Add a call.
 
         Args:
-            kind (Kind | None): Kind of the module, whose saved tensors are known. If ``None``, the call saves its
-                inputs only.
+            kind (Kind): Kind of the module. Counts that are not in its ``stored`` leave the call out.
             keys (Collection[str]): The counts that the call belongs to.
             inputs: Arguments of the call, nested.
             outputs: Its result, nested. Default: none.
@@ -58,9 +58,9 @@ class SavedBytes:
         self._references += [StorageWeakRef(t.untyped_storage()) for t in tensors]  # keep addresses from being reused
         return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
 
-    def count(self) -> int:
-        """Add up the bytes of each kind in ``Kind.bytes``, and return those of calls without a kind."""
-        counted, others = dict(now=set(), before=set(), with_cp=set()), 0
+    def count(self) -> None:
+        """Add up the bytes of each kind in ``Kind.bytes``."""
+        counted = dict(now=set(), before=set(), with_cp=set())
         for kind, keys, inputs, outputs in self._calls:
             for key in keys:
                 saved = _find_saved(kind, key, inputs, outputs)
@@ -69,18 +69,14 @@ class SavedBytes:
                 inside, tensors = saved
                 new = {storage: size for storage, size in tensors if storage not in counted[key]}
                 counted[key].update(new)
-                if kind is None:
-                    others += sum(new.values())
-                else:
-                    kind.bytes[key] += inside + sum(new.values())
-        return others
+                kind.bytes[key] += inside + sum(new.values())
 
 
 def _find_saved(kind, key, inputs, outputs):
     """Return the bytes of tensors inside of a call, and its saved inputs and outputs; ``None`` if they are unknown."""
-    if kind is None or (key == 'with_cp' and kind.checkpointed and kind.stored):
+    if key == 'with_cp' and kind.checkpointed and kind.stored:
         return 0, inputs
-    stored = kind.stored.get('before' if key == 'with_cp' else key)
+    stored = kind.stored.get(key, kind.stored.get('before') if key == 'with_cp' else None)
     if stored is None:
         return None
     counts = (inputs, stored.inputs), (outputs, stored.outputs)
