@@ -16,6 +16,7 @@ from mmengine.model import Sequential
 from torch import Tensor, nn
 
 from .adapters import LeanModule, adapter_of
+from .adapters.inputs import are_known_inputs
 from .adapters.resnet import LeanSplitAttention
 from .adapters.resnet_chain import may_chain
 from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
@@ -87,12 +88,19 @@ class CheckpointedLayer(CheckpointedPart):
 
     @uncompiled
     def _run_operations(self, args, kwargs):
-        if kwargs or not self.checkpoints_now() or not self.runs_operations_only(args):
+        if kwargs or not self.checkpoints_now() or not self._is_operations(args):
             return None
         self.has_run = True
         x, *others = args
         with self._as_recomputed():
             return run_sequence(lambda x: self.lean_forward(x, *others), x)
+
+    def _is_operations(self, args):
+        """Return whether a call with these arguments runs lean now, without own code of any part."""
+        if not self.runs_lean():
+            return False
+        bound = self._lean.bound
+        return not bound.left and are_known_inputs(bound.bypassed.precisions, args, {}) and self.accepts(*args)
 
     def replayable(self, forward: Callable) -> Callable:
         """See :meth:`.Checkpointed.replayable`."""

@@ -105,7 +105,9 @@ def _find_unreachable(path):
     except urllib.error.HTTPError:
         return None  # the server is there, and may only refuse this request
     except (OSError, ValueError) as error:
-        return f'cannot be downloaded here ({getattr(error, "reason", error)})'
+        reason = getattr(error, 'reason', error)
+        # A slow server may still answer the download.
+        return None if isinstance(reason, TimeoutError) else f'cannot be downloaded here ({reason})'
     return None
 
 

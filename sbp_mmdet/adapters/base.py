@@ -214,17 +214,6 @@ class LeanModule(Mixin):
             print_log(text, logger='current', level=logging.WARNING)
         return bound
 
-    def runs_operations_only(self, args: tuple) -> bool:
-        """Return whether a call runs lean now, without own code of any part.
-
-        Args:
-            args (tuple): Positional arguments of the call.
-        """
-        if not self.is_sequence or not self.runs_lean():
-            return False
-        bound = self._lean.bound
-        return not bound.left and are_known_inputs(bound.bypassed.precisions, args, {}) and self.accepts(*args)
-
     def accepts(self, *args, **kwargs) -> bool:
         """Return whether :meth:`lean_forward` computes what the module's own code does for the arguments of a call.
 
