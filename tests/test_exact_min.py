@@ -299,6 +299,23 @@ def test_layers_of_transformers_store_their_input(name):
     assert least_stored < stored
 
 
+@pytest.mark.parametrize('name', ['Swin', 'ViT'])
+@pytest.mark.parametrize('trainable', ['ffn|mlp', 'norm2', 'attn', 'bias', '1'])
+def test_layers_that_are_frozen_in_part(name, trainable):
+    """The first parameter that needs a gradient may stand in the middle of a layer."""
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    part, inputs = TRANSFORMERS[name]()
+    model = _Wrapped(part).double().train()
+    for key, p in model.named_parameters():
+        p.requires_grad_(any(word in key for word in trainable.split('|')))
+    least = copy.deepcopy(model)
+    apply_lean(least, 'exact_min')
+    expected, actual = ({k: g for k, g in _run(m, inputs)[1].items() if g is not None} for m in (model, least))
+    assert 0 < len(expected) < len([*model.parameters()])
+    _compare([actual], [expected])
+
+
 def test_layers_drop_the_same_images_again():
     init_default_scope('mmdet')
     torch.manual_seed(0)

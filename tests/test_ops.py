@@ -31,7 +31,9 @@ from ops_cases import (
 )
 from oracles import assert_near, relative_error
 
+from sbp_mmdet.ops.common.folding import normalise
 from sbp_mmdet.ops.common.precision import store
+from sbp_mmdet.ops.common.token_norm import TokenNorm
 
 FUSED, REFERENCE = Form(), Form('reference')
 FORMS = [(name, FUSED) for name in CASES] + [(name, REFERENCE) for name, case in CASES.items() if case.reference]
@@ -205,6 +207,42 @@ def test_an_input_in_another_precision_than_products(name, dtype, tolerance):
     assert actual['x'].dtype == dtype
     assert_near({'x': actual.pop('x')}, {'x': truth.pop('x')}, max(tolerance, 2 * torch.finfo(dtype).eps))
     assert_near(actual, truth, tolerance)
+
+
+@pytest.mark.parametrize('full', ['gamma', 'norm_weight', 'weight2'])
+def test_weights_in_half_precision_and_one_parameter_in_full(full):
+    """A model in half precision may keep some parameters in full precision."""
+    tensors, _ = CASES['mlp'].inputs(dtype=torch.bfloat16)
+    tensors[full] = tensors[full].float()
+    truth = differentiate(plain_mlp, cast_tensors(tensors, torch.float64))
+    for key, value in differentiate(channel_mlp(), tensors).items():
+        assert relative_error(value, truth[key]) < 0.03, key
+
+
+@pytest.mark.parametrize('affine', [('weight', 'bias'), ('weight',), ()], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+def test_norm_of_tokens(affine, dtype):
+    """The norm of x is the affine part of the norm of x-hat, and so are their gradients."""
+    tensors, _ = CASES['mlp of tokens'].inputs(dtype=torch.float64)
+    given = dict(weight=tensors['norm_weight'], bias=tensors['norm_bias'])
+    weight, bias = (given[name].requires_grad_() if name in affine else None for name in ('weight', 'bias'))
+    x = tensors['x'].requires_grad_()
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+    grad = output_gradient(y)
+    leaves = [x, *[p for p in (weight, bias) if p is not None]]
+    expected = torch.autograd.grad(y, leaves, grad)
+    norm, needs = TokenNorm(weight, bias, 1e-6, dtype), (True, weight is not None, bias is not None)
+    with torch.no_grad():
+        xhat, rstd = normalise(x, 1e-6, torch.float64)
+        rows, *statistics = norm.run(x.to(norm.full))
+        tolerance = 1e-12 if dtype == torch.float64 else 0.01
+        assert rows.dtype == dtype and relative_error(rows, y) < tolerance
+        assert relative_error(norm.scale(xhat), y) < tolerance
+        for source, known in ((x, statistics), (xhat, None)):
+            dx, *others = norm.backward(grad, source, known, needs)
+            dx = dx.view(x.shape) if known else dx.view(x.shape) * rstd
+            for actual, truth in zip([dx, *[g for g in others if g is not None]], expected, strict=True):
+                assert relative_error(actual, truth) < max(tolerance * 1e-3, 1e-12)
 
 
 @needs_fp16

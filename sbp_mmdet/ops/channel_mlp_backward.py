@@ -24,7 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
-from .common.folding import fold_bias, fold_weight, normalise, normalise_backward, unfold, unit_of_channels
+from .common.folding import (
+    fold_bias,
+    fold_weight,
+    incoming_rows,
+    normalise,
+    normalise_backward,
+    unfold,
+    unit_of_channels,
+)
 from .common.layouts import (
     Chunk,
     as_rows,
@@ -36,7 +44,7 @@ from .common.layouts import (
     put_together,
     tokens_of,
 )
-from .common.precision import FULL, Stored, accumulate, accumulator, cast, cast_all, zeros_for
+from .common.precision import FULL, Stored, accumulate, cast, cast_all, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 from .common.token_norm import TokenNorm
 
@@ -82,6 +90,11 @@ class MLPWeights:
         folds (bool): Whether the norm is folded into the first layer.
         others (Sequence[Tensor]): Further tensors to cast, in the same launch as others of the MLP. Default: none.
         b1 (Tensor | None): The folded bias. If ``None``, it is computed. Default: None.
+
+    Attributes:
+        norm (TokenNorm | None): The norm. If ``None``, it is folded into the first layer.
+        w1, b1 (Tensor): First layer.
+        others (list[Tensor]): The further tensors.
     """
 
     def __init__(self, settings, t, folds, others=(), b1=None):
@@ -131,6 +144,14 @@ class BackwardPass:
         saved (MLPSaved): What the forward pass saved.
         grad (Tensor): Gradient of the output.
         needs (MLPGradients): Which gradients are needed.
+
+    Attributes:
+        scale (Tensor | float | None): Layer scale times the number of stochastic depth. If ``None``, 1.
+        unit (Tensor | None): What each channel of g is divided by, shape (C,): in fp16, rows are not multiplied by a
+            small layer scale for A, but brought into range. If ``None``, 1. ``by`` is its reciprocal.
+        scale_of_rows (Tensor | float | None): Product of both, by which A is multiplied for dW2, and g for dh in fp16.
+            ``column`` is the same, shape (C, 1).
+        w2 (Tensor): What rows of g are multiplied by for dh: W2, with ``scale`` where there is no ``unit``.
     """
 
     def __init__(self, settings, saved: MLPSaved, grad: Tensor, needs):
@@ -148,18 +169,15 @@ class BackwardPass:
         self.scale = t.gamma
         if self.number != 1:
             self.scale = self.number if t.gamma is None else t.gamma * self.number
-        # In fp16 rows are not multiplied by a small layer scale for A. Each channel is brought into range instead.
         self.unit = self.by = None
         if t.gamma is not None and self.dtype is torch.float16:
             self.unit = unit_of_channels(grad)
             self.by = self.unit.reciprocal()
-        # What A is multiplied by for dW2, and without ``unit`` also W2 for dh.
         self.scale_of_rows = self.scale if self.unit is None else self.scale * self.unit
         self.column = self.scale_of_rows.unsqueeze(1) if isinstance(self.scale, Tensor) else self.scale
-        # What rows of g are multiplied by for the gradient of the hidden layer.
         if self.scale is None or self.unit is not None:
             self.w2 = cast(t.weight2, self.dtype)
-        elif t.weight2.dtype is self.dtype:
+        elif t.weight2.dtype is self.dtype and (t.gamma is None or t.gamma.dtype is self.dtype):
             self.w2 = t.weight2 * self.column
         else:
             self.w2 = torch.mul(t.weight2, self.column, out=torch.empty_like(t.weight2, dtype=self.dtype))
@@ -214,25 +232,6 @@ class BackwardPass:
         layout = self.saved.layout if self.saved.keep is None else None
         return empty_tokens(values.shape, layout, dtype, values.device)
 
-    def _incoming(self, part, factor):
-        """Return g as rows for matrix products, divided by ``unit``, and its sum over them."""
-        if part.dtype is self.dtype and self.unit is None and factor is None:
-            rows = as_rows(part)
-            return rows, rows.sum(0, dtype=self.full)
-        part = part.permute(0, 2, 3, 1) if part.dim() == 4 else part
-        full, by = accumulator(part), self.by
-        if factor is None:
-            total = part.sum(tuple(range(part.dim() - 1)), dtype=full)
-        else:
-            total = torch.mv(part.sum(1, dtype=full).t(), factor.to(full))
-            by = factor[:, None, None] if by is None else factor[:, None, None] * by
-        rows = torch.empty(part.shape, dtype=self.dtype, device=part.device)
-        if by is None:
-            rows.copy_(part)
-        else:
-            torch.mul(part, by, out=rows)
-        return rows.view(-1, part.shape[-1]), total
-
     def _activations(self, source, chunk=None):
         """Recompute some rows.
 
@@ -272,7 +271,7 @@ class BackwardPass:
                 returned, shape (K, C), or not needed.
         """
         factor = None if self.factor is None else self.factor[chunk.images]
-        (rows, total), dx = self._incoming(part, factor), None
+        (rows, total), dx = incoming_rows(part, self.dtype, factor, self.by), None
         sums = dict(bias2=total)
         if self.outer or self.first:
             dx = self._add_through_layers(rows, source, chunk, sums, out)

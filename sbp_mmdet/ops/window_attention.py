@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.folding import Incoming, add_branch, normalise
+from .common.folding import add_branch, incoming_rows, normalise
 from .common.layouts import Chunk
 from .common.precision import FULL, Stored, Sum, accumulator, cast, cast_all, column_sums, multiplied, store
 from .common.row_sampling import draw
@@ -176,8 +176,8 @@ def _backward(settings, saved, grad, needs):
         tokens, *statistics = layers.norm.run(cast(source, layers.norm.full))
     # For each chunk of windows, with g = factor * dy in their order: dO = g W_p, dW_p = g^T O, dW = d[Q K V]^T LN(x)
     # and the gradient of the norm's output d[Q K V] W. Padding sends no gradient to W_p and the norm.
-    incoming, sums = Incoming(grad, t.proj_bias, None, t.factor, s.dtype), _allocate_sums(t)
-    scaled = incoming.rows(Chunk.whole(grad)).view(grad.shape)
+    (scaled, total), sums = incoming_rows(grad, s.dtype, t.factor), _allocate_sums(t)
+    scaled = scaled.view(grad.shape)
     through, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
     for i, chunk in enumerate(layout.chunks(s, len(tokens), tokens.shape[2])):
         windows = _Windows.run(s, layers, layout, tokens, is_normalised, chunk, *saved.qkv[i : i + 1])
@@ -200,7 +200,7 @@ def _backward(settings, saved, grad, needs):
         del through
     if dx is not None:
         dx = dx.add_(grad) if saved.rstd is None else torch.addcmul(grad, dx, saved.rstd)
-    projection = sums.proj_weight.value, incoming.total
+    projection = sums.proj_weight.value, total
     return WindowGradients(dx, weight, bias, *layers.gradients(sums), _table_gradient(t, sums), *projection)
 
 

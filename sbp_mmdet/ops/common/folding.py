@@ -1,7 +1,7 @@
 """Algebra of linear layers: the norm in front of a layer and the layer scale behind it are folded into its weight.
 
-Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :class:`Incoming`, :func:`normalise_backward`,
-:func:`unfold`, :func:`unscale`.
+Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :func:`incoming_rows`,
+:func:`normalise_backward`, :func:`unfold`, :func:`unscale`.
 """
 
 import functools
@@ -10,18 +10,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .layouts import Chunk, empty_tokens, in_shape, layout_of, tokens_of
-from .precision import Sum, accumulator, cast, multiplied, promoted
-from .row_sampling import add_mean_term_
+from .layouts import Chunk, as_rows, empty_tokens, in_shape, layout_of, tokens_of
+from .precision import accumulator, cast, multiplied, promoted
 from .stochastic_depth import factor_for
 
 __all__ = [
-    'Incoming',
     'add_branch',
     'bias_or_zeros',
     'fold',
     'fold_bias',
     'fold_weight',
+    'incoming_rows',
     'normalise',
     'normalise_backward',
     'unfold',
@@ -31,113 +30,40 @@ __all__ = [
 ]
 
 
-class Incoming:
-    """A branch's output gradient, read in chunks of rows, scaled per image and cast to the dtype of matrix products.
-
-    Two products need these rows: A of :mod:`sbp_mmdet.ops`, and the gradient of the second layer's input. If layer
-    scale can be folded into the second layer's weight, the same rows serve both. In fp16 it cannot, because a small
-    gamma keeps the gradients of the plain block in range. There each channel is divided by 16 times its maximum, which
-    leaves room for sums over positions, and :func:`unscale` multiplies A by ``unit`` afterwards.
-
-    Rows on a GPU are contiguous.
+def incoming_rows(
+    grad: Tensor, dtype: torch.dtype, factor: Tensor | float | None = None, by: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a branch as rows for matrix products, and its sum over them.
 
     Args:
-        grad (Tensor): Tokens (N, L, C), of any strides.
-        bias (Tensor): Bias of the second layer, (C,).
-        gamma (Tensor | None): Layer scale, (C,).
-        factor (Tensor | float | None): Factor of stochastic depth for each image, (N,), or a number for all of them.
-        dtype (torch.dtype): Dtype of matrix products.
+        grad (Tensor): Gradient behind stochastic depth: tokens (N, L, C) of any strides, or a map (N, C, H, W).
+        dtype (torch.dtype): Precision of the rows.
+        factor (Tensor | float | None): Factor of stochastic depth: of each image, shape (N,), if ``grad`` is tokens; or
+            a number. If ``None``, 1. Default: None.
+        by (Tensor | None): What each column of the rows is multiplied by, shape (C,); the sum is not. If ``None``, 1.
+            Default: None.
 
-    Attributes:
-        unit (Tensor | None): Factor for each column of the rows, (C,). If ``None``, the rows are not scaled.
-        scale (Tensor | None): Product of ``unit`` and ``gamma``, if the rows are scaled.
+    Returns:
+        tuple[Tensor, Tensor]: Contiguous rows (K, C), and their sum (C,) in full precision.
     """
-
-    def __init__(
-        self, grad: Tensor, bias: Tensor, gamma: Tensor | None, factor: Tensor | float | None, dtype: torch.dtype
-    ):
-        self.grad, self.gamma, self.dtype, self.unit, self.scale = grad, gamma, dtype, None, None
-        self.factor, self._total = factor, Sum(bias)
-        self._by = None if factor is None else factor_for(factor, 3)
-        if gamma is not None and dtype == torch.float16:
-            # The maximum is that of all images, also dropped ones, and the factor, at most a few units, takes its share
-            # of the room.
-            self.unit = unit_of_channels(grad)
-            self._by = self.unit.reciprocal() if factor is None else self._by / self.unit
-            self.scale = self.unit * gamma
-
-    def rows(self, chunk: Chunk, index: Tensor | None = None) -> Tensor:
-        """Return the rows of a chunk, (K, C), and add them to :attr:`total`.
-
-        Args:
-            chunk (Chunk): The chunk.
-            index (Tensor | None): See :meth:`.Chunk.take_rows`. Default: None.
-        """
-        part = self.grad[chunk.images, chunk.rows]
-        if index is not None:
-            part = chunk.take_rows(self.grad, index).view(chunk.num_images, -1, self.grad.shape[2])
-        self._add(part, chunk)
-        as_it_is = part.is_contiguous() or not part.is_cuda  # a CPU's products read columns as fast as rows
-        if self._by is None and part.dtype == self.dtype and as_it_is:
-            return part.flatten(0, 1)
-        layout = torch.preserve_format if as_it_is else torch.contiguous_format
-        rows = torch.empty_like(part, dtype=self.dtype, memory_format=layout)
-        by = self._by[chunk.images] if isinstance(self._by, Tensor) and self._by.dim() == 3 else self._by
-        rows = rows.copy_(part) if by is None else torch.mul(part, by, out=rows)
-        return rows.flatten(0, 1)
-
-    def _add(self, part, chunk):
-        full = accumulator(part)
-        if not isinstance(self.factor, Tensor):
-            total = part.sum((0, 1), dtype=full)
-            self._total.add(total if self.factor is None else total.mul_(self.factor))
-        else:
-            self._total.add(torch.mv(part.sum(1, dtype=full).t(), self.factor[chunk.images].to(full)))
-
-    @property
-    def total(self) -> Tensor:
-        """Sum over all rows that were read, without ``unit``, in full precision."""
-        return self._total.value
-
-    def add_mean_term_(self, outer: Tensor | None, mean: Tensor | None) -> Tensor | None:
-        """Add the mean term of A to an estimate of A in place, see :func:`.row_sampling.add_mean_term_`.
-
-        Args:
-            outer (Tensor | None): The estimate, from the rows. If ``None``, it is not needed.
-            mean (Tensor | None): Mean of the other factor's rows. If ``None``, there is no such term.
-        """
-        total = self.total if mean is None or self.unit is None else self.total / self.unit
-        return add_mean_term_(outer, total, mean)
-
-    def unscale(
-        self, outer: Tensor | None, weight: Tensor, bias: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return :func:`unscale` of A as computed from the rows.
-
-        Args:
-            outer (Tensor | None): A. If ``None``, only the bias has a gradient.
-            weight (Tensor): W2, shape (C, D).
-            bias (Tensor): b2, shape (C,).
-        """
-        return unscale(outer, self.total, weight, bias, self.gamma, self.unit, self.scale)
-
-    def second(self, weight: Tensor) -> Tensor:
-        """Return the second layer's weight in the form that :meth:`behind` is multiplied by.
-
-        Args:
-            weight (Tensor): Shape (C, D).
-        """
-        if self.gamma is None or self.unit is not None:
-            return weight.to(self.dtype)
-        return multiplied(weight, self.gamma[:, None], self.dtype)
-
-    def behind(self, rows: Tensor) -> Tensor:
-        """Return the rows whose product with :meth:`second` is the gradient of the second layer's input.
-
-        Args:
-            rows (Tensor): Result of :meth:`rows`, shape (K, C).
-        """
-        return rows if self.unit is None else multiplied(rows, self.scale, self.dtype)
+    full = accumulator(grad)
+    if grad.dtype is dtype and factor is None and by is None:
+        rows = as_rows(grad)
+        return rows, rows.sum(0, dtype=full)
+    grad = grad.permute(0, 2, 3, 1) if grad.dim() == 4 else grad
+    if isinstance(factor, Tensor):
+        total, factor = torch.mv(grad.sum(1, dtype=full).t(), factor.to(full)), factor_for(factor, 3)
+    else:
+        total = grad.sum(tuple(range(grad.dim() - 1)), dtype=full)
+        total = total if factor is None else total.mul_(factor)
+    if factor is not None:
+        by = factor if by is None else factor * by
+    rows = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    if by is None:
+        rows.copy_(grad)
+    else:
+        torch.mul(grad, by, out=rows)
+    return rows.view(-1, grad.shape[-1]), total
 
 
 def unit_of_channels(grad: Tensor) -> Tensor:
@@ -350,7 +276,6 @@ def unscale(
     bias: Tensor,
     gamma: Tensor | None,
     unit: Tensor | None = None,
-    scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
 
@@ -362,8 +287,7 @@ def unscale(
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
-        unit (Tensor | None): :attr:`Incoming.unit`, see also :func:`.in_range`. If ``None``, 1. Default: None.
-        scale (Tensor | None): Product of ``unit`` and ``gamma``. If ``None``, it is computed. Default: None.
+        unit (Tensor | None): Second result of :func:`.in_range`. If ``None``, 1. Default: None.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.
@@ -374,6 +298,6 @@ def unscale(
         return None, total * gamma, None
     by_weight = (outer * weight).sum(1)
     if unit is not None:
-        by_weight, scale = by_weight.mul_(unit), unit * gamma if scale is None else scale
-    outer = outer * (gamma if unit is None else scale)[:, None]
+        by_weight = by_weight.mul_(unit)
+    outer = outer * (gamma if unit is None else unit * gamma)[:, None]
     return outer, total * gamma, by_weight.addcmul_(total, cast(bias, total.dtype))

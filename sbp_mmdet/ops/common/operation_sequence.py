@@ -31,7 +31,8 @@ def run_sequence(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Args:
         run (Callable): Applies operations (:class:`.Operation`) to its argument, each to the output of the one before,
             and returns the output of the last one. Images that stochastic depth drops may pass an operation by
-            (:func:`.on_images`). Nothing else may have a gradient.
+            (:func:`.on_images`). Nothing else may have a gradient. All parameters are saved, so writing to one of them
+            before the backward pass is an error.
         x (Tensor): Input of the first operation.
 
     Returns:
@@ -77,8 +78,12 @@ class _Sequence(torch.autograd.Function):
                 through, place = any(needs), place + number
             del x
             gradients = []
-            for step in reversed(steps):
-                grad, own = step.backward(*saved.pop(), grad)
+            for step, number in zip(reversed(steps), reversed(ctx.numbers), strict=True):
+                of_step, needs = saved.pop()
+                if not any(needs):  # frozen, and so is everything in front
+                    gradients = [*[None] * number, *gradients]
+                    continue
+                grad, own = step.backward(of_step, needs, grad)
                 gradients = [*own, *gradients]
         flags = zip(gradients, needed, strict=True)
         return None, None, grad if needs_x else None, *[g if needs else None for g, needs in flags]

@@ -80,9 +80,8 @@ class Step(NamedTuple):
         if not needs[0]:
             return None, [*gradients.values()]
         dx, *others = [g for g in of_inputs if g is not None]
-        for other in others:  # the first is a tensor of the operation's own; that of a shortcut is the incoming one
-            own = dx is not rows and dx.dtype is other.dtype
-            dx = dx.add_(other) if own else torch.add(dx, other)
+        for other in others:  # beside the gradient of a shortcut, which is the incoming one, the first is a new tensor
+            dx = dx.add_(other) if dx.dtype is other.dtype else torch.add(dx, other)
         return dx if images is None else images.put(grad, dx), [*gradients.values()]
 
     def _flags(self, needs):

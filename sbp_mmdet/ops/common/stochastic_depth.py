@@ -26,6 +26,7 @@ def on_images(
 
     Args:
         block (Callable): Maps (n, C, H, W) to the same shape, image by image; stochastic depth's factor is part of it.
+            Where operations are recorded (:func:`.recorded`), it is one operation.
         x (Tensor): Shape (N, C, H, W).
         images (Tensor): Whether the block runs on each image, bool, shape (N,), on the CPU.
         parameters (Iterable[nn.Parameter]): Parameters of the block. If no image keeps it, they get gradients of zero,
