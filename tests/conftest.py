@@ -63,6 +63,12 @@ def log_level():
     logger.setLevel(level)
 
 
+@pytest.fixture
+def quiet(log_level):
+    """Log errors only."""
+    MMLogger.get_current_instance().setLevel('ERROR')
+
+
 @pytest.fixture(autouse=True)
 def default_dropout():
     """Restore the default of mmcv's ``dropout_layer``, because ``MultiheadAttention(dropout=0.1)`` writes to it."""

@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from conv_models import BACKBONES, build_module, randomize_norms
-from mmengine.logging import MMLogger
 from test_adapters_transformer import LAYERS, randomize
 from test_chunked_heads import HEADS, random_maps
 from torch import nn
@@ -80,11 +79,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True, scope='module')
-def quiet():
-    MMLogger.get_current_instance().setLevel('ERROR')
-    yield
-    MMLogger.get_current_instance().setLevel('INFO')
+pytestmark = pytest.mark.usefixtures('quiet')
 
 
 def run_model(model):

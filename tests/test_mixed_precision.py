@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
 from unusual_models import random_images
@@ -15,11 +14,7 @@ from sbp_mmdet import apply_lean
 NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def quiet():
-    MMLogger.get_current_instance().setLevel('ERROR')
-    yield
-    MMLogger.get_current_instance().setLevel('INFO')
+pytestmark = pytest.mark.usefixtures('quiet')
 
 
 def norms_in_full(model):

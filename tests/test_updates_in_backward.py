@@ -13,7 +13,6 @@ import test_changes_before_backward
 import test_exact_min
 import torch
 from conv_models import BACKBONES, build_module
-from mmengine.logging import MMLogger
 from oracles import random_images
 from test_adapters_outside import build_fusion, random_tensor
 from test_adapters_transformer import LAYERS, randomize
@@ -96,11 +95,7 @@ FAMILIES = (
 )
 
 
-@pytest.fixture(autouse=True, scope='module')
-def quiet():
-    MMLogger.get_current_instance().setLevel('ERROR')
-    yield
-    MMLogger.get_current_instance().setLevel('INFO')
+pytestmark = pytest.mark.usefixtures('quiet')
 
 
 def update(p):

@@ -53,14 +53,12 @@ def load_config(path: str, options: dict | None = None) -> Config:
         text = _describe_missing_import(error) or f'{type(error).__name__}: {error}'
         raise PreflightError(f'config file {path}: {text}') from error
     _check_options(config, options or {})
-    for key, value in (options or {}).items():
-        try:
-            config.merge_from_dict({key: value})
-        except Exception as error:  # an option may be of any kind
-            from sbp_mmdet.plan.config_keys import describe_path  # noqa: PLC0415  nothing is checked after this
+    try:
+        config.merge_from_dict(options or {})
+    except Exception as error:  # the overrides may be of any kind
+        from sbp_mmdet.plan.config_keys import describe_bad_override  # noqa: PLC0415  nothing is checked after this
 
-            text = describe_path(config, key) or f'{type(error).__name__}: {error}'
-            raise PreflightError(f'--cfg-options {key}={value}: {text}') from error
+        raise PreflightError(describe_bad_override(config, options, error)) from error
     return config
 
 

@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import Registry
 from mmengine.runner import Runner
 
-__all__ = ['describe_mistake', 'describe_path', 'shorten_names']
+__all__ = ['describe_bad_override', 'describe_mistake', 'shorten_names']
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -36,16 +36,25 @@ def describe_mistake(config: Config, error: Exception) -> str | None:
     return None
 
 
-def describe_path(config: Config, key: str) -> str | None:
-    """Return where the key of an override does not fit a config.
+def describe_bad_override(config: Config, options: dict, error: Exception) -> str:
+    """Return which override does not fit a config, with the remedy.
 
     Args:
-        config (Config): Any config.
-        key (str): The key, as of ``--cfg-options``.
-
-    Returns:
-        str | None: What the config has there, with the remedy; ``None`` if the key fits.
+        config (Config): The config, which is of no use afterwards.
+        options (dict): Overrides, as of ``--cfg-options``.
+        error (Exception): What merging all of them raised.
     """
+    for key, value in options.items():
+        try:
+            config.merge_from_dict({key: value})
+        except Exception as one:  # the overrides may be of any kind
+            text = _describe_path(config, key) or f'{type(one).__name__}: {one}'
+            return f'--cfg-options {key}={value}: {text}'
+    return f'--cfg-options: {type(error).__name__}: {error}'
+
+
+def _describe_path(config, key):
+    """Return what a config has where the key of an override does not fit, with the remedy; ``None`` if it fits."""
     node, words = config._cfg_dict, key.split('.')
     for i, word in enumerate(words):
         where = '.'.join(words[:i])

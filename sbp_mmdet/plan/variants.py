@@ -17,7 +17,7 @@ from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
 from ..surgery import hook_arguments, hook_class
 from .config_checks import check_config, check_options, list_imports
-from .config_keys import describe_path
+from .config_keys import describe_bad_override
 from .transforms import name_of
 
 __all__ = [
@@ -89,12 +89,10 @@ def load_config(path: str, options: dict | None = None) -> Config:
     except Exception as error:  # a config is a program and may raise any error
         raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
     check_options(config, options)
-    for key, value in (options or {}).items():
-        try:
-            config.merge_from_dict({key: value})
-        except Exception as error:  # the overrides may be of any kind
-            text = describe_path(config, key) or f'{type(error).__name__}: {error}'
-            raise ValueError(f'{path}: --cfg-options {key}={value}: {text}') from error
+    try:
+        config.merge_from_dict(options or {})
+    except Exception as error:  # the overrides may be of any kind
+        raise ValueError(f'{path}: {describe_bad_override(config, options, error)}') from error
     if not config.get('model') or not config.get('optim_wrapper'):
         raise ValueError(f'{path} has no model or no optim_wrapper; give the MMDetection config that you train with')
     try:

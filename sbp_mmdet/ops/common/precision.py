@@ -23,7 +23,6 @@ __all__ = [
     'cast',
     'cast_all',
     'column_sums',
-    'in_full_precision',
     'in_range',
     'multiplied',
     'no_autocast',
@@ -140,17 +139,6 @@ def accumulator(x: Tensor) -> torch.dtype:
         x (Tensor): What is summed.
     """
     return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
-def in_full_precision(dtype: torch.dtype, x: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether an operation computes in full precision, without casting a tensor.
-
-    Args:
-        dtype (torch.dtype): Precision of the operation.
-        x (Tensor): Its input.
-        tensors (Sequence[Tensor | None]): Its tensors; ``None`` stands for one that it does not have.
-    """
-    return dtype == accumulator(x) and all([t is None or t.dtype == dtype for t in tensors])
 
 
 @functools.cache

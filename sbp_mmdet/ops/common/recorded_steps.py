@@ -81,7 +81,7 @@ class Step(NamedTuple):
             return None, [*gradients.values()]
         dx, *others = [g for g in of_inputs if g is not None]
         for other in others:  # beside the gradient of a shortcut, which is the incoming one, the first is a new tensor
-            dx = dx.add_(other) if dx.dtype is other.dtype else torch.add(dx, other)
+            dx.add_(other)
         return dx if images is None else images.put(grad, dx), [*gradients.values()]
 
     def _flags(self, needs):
