@@ -56,6 +56,20 @@ needs_fp16 = pytest.mark.skipif(not _cpu_has_fp16(), reason='this torch has no f
 FP16 = pytest.param(torch.float16, marks=needs_fp16)  # as one of the values of a parametrized test
 
 
+def _cpu_has_bf16_attention():
+    x = torch.ones(1, 1, 64, 16, dtype=torch.bfloat16)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    except (
+        RuntimeError
+    ):  # with ATEN_CPU_CAPABILITY below what the processor has, torch calls a kernel that is not there
+        return False
+    return True
+
+
+needs_bf16_attention = pytest.mark.skipif(not _cpu_has_bf16_attention(), reason="torch's attention in bf16 fails here")
+
+
 def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> Path:
     """Write a data set and a config, as in a project outside of the repository.
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import needs_bf16_attention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.layers.transformer import DeformableDetrTransformerEncoder
 from mmdet.registry import MODELS
@@ -76,7 +77,7 @@ def test_a_recomputed_block_is_not_recomputed_twice(name):
     assert found['exact_min'].attentions <= found['with_cp'].attentions
 
 
-@pytest.mark.parametrize('name', ['Swin', 'ViT'])
+@pytest.mark.parametrize('name', ['Swin', pytest.param('ViT', marks=needs_bf16_attention)])
 def test_mixed_precision_is_that_of_exact(name):
     model, images = _backbone(name)
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
