@@ -294,5 +294,6 @@ def _explain_unchanged(model, changed, left, chosen, preset):
             elif not any(other.startswith(f'{path}.') for other in known):
                 reasons[path] = reason(child)
 
-    look(model, '', 2)
+    if '' not in known:
+        look(model, '', 2)
     return reasons

@@ -318,3 +318,17 @@ def test_export_and_tracing_run_the_plain_code(family):
 
 def test_a_backbone_that_takes_sbp_cfg_can_be_changed_from_outside():
     assert 'backbone.stages.0.0' in apply_lean(Detector(SBPConvNeXt('atto')), 'int8').changed
+
+
+def test_a_class_of_the_same_name_is_named_with_its_module():
+    from torch.ao.nn.qat import Conv2d
+    from torch.ao.quantization import default_qat_qconfig
+
+    model = ResNet(18, base_channels=4)
+    conv = Conv2d(4, 4, 3, padding=1, bias=False, qconfig=default_qat_qconfig)
+    model.layer1[0].conv1 = conv
+    model.layer1[1].bn1 = nn.Identity()
+    left = apply_lean(model, 'exact').left
+    assert left.keys() == {'layer1.0.conv1', 'layer1.1.bn1'}  # and not the stem, which the changed backbone itself runs
+    assert 'it is a torch.ao.nn.qat.modules.conv.Conv2d,' in left['layer1.0.conv1']
+    assert 'it is an Identity,' in left['layer1.1.bn1']

@@ -113,7 +113,10 @@ def _check_of(kind, role):
         for key in (known_as, path_of(known_as)):
             if key in known:
                 return known[key], replaced_code(kind)
-    return None, f'it is a {kind.__name__}, which is not supported as {role}'
+    name = kind.__name__
+    if any([(other if isinstance(other, str) else path_of(other)).endswith(f'.{name}') for other in known]):
+        name = path_of(kind)  # such as torch.ao's Conv2d
+    return None, f'it is a{"n" * name.startswith(("A", "E", "I", "O"))} {name}, which is not supported as {role}'
 
 
 class _Answers(threading.local):
