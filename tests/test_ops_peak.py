@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from fake_cuda import backward, simulate_gpu
+from fake_cuda import backward, copy_to_gpu, simulate_gpu
 from ops_cases import get_fused_mlp, mlp_inputs
 from oracles import DEVICE
 
 from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
+from sbp_mmdet.ops.common.kept_maps import KeptMap, keep
 from sbp_mmdet.ops.common.precision import Stored
 from sbp_mmdet.ops.common.rerun_conv import Conv, ConvSettings
 from sbp_mmdet.plan.memory import LiveBytes, peak_bytes
@@ -66,3 +67,32 @@ def test_hidden_rows_are_those_of_a_chunk():
     peak = peak_bytes(lambda: out.sum().backward())
     # Maps and weight gradients of this size, and a few chunks.
     assert peak < 8 * out.numel() * 4 + 6 * 64 * 8 * 4 + 5 * chunk * 4
+
+
+@pytest.mark.parametrize('gpu', [False, True])
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_eight_bits_are_read_without_a_copy_in_full_precision(layout, gpu):
+    """A map in half precision is the only large tensor that is made, and right; on a GPU it takes one pass."""
+    x = torch.randn(2, 64, 96, 128).to(memory_format=layout)
+    kept = keep(x, 'int8')
+    scale, shift = (torch.rand(1, 64, 1, 1) + 0.5 for _ in range(2))
+    for map in (kept, kept._replace(scale=scale, shift=shift), KeptMap(x.bfloat16(), scale=scale, shift=shift)):
+        unit, base = (torch.ones(1), torch.zeros(1)) if map.unit is None else (map.unit, map.base)
+        rows = map.values.shape[2] // (unit.shape[2] if unit.dim() == 4 else 1)
+        spread = [n.double().repeat_interleave(rows, 2) if n.dim() == 4 and n.shape[2] > 1 else n for n in (unit, base)]
+        exact = map.values.double() * spread[0] + spread[1]
+        exact = exact if map.scale is None else exact * scale + shift
+        half = x.numel() * 2
+        if gpu:
+            with simulate_gpu() as mode:
+                fake = [None if n is None else copy_to_gpu(mode, dict(n=n))['n'] for n in map[:5]]
+                with LiveBytes() as counter:
+                    out = KeptMap(*fake).before_activation(torch.bfloat16)
+                assert out.is_cuda and counter.peak < 1.1 * half
+        else:
+            with LiveBytes() as counter:
+                out = map.before_activation(torch.bfloat16)
+            assert counter.peak < 1.1 * half + 3 * 4 * 2**19
+            error = (out.double() - exact).abs().amax() / exact.abs().amax()
+            assert error < 2**-8
+        assert out.dtype is torch.bfloat16 and out.is_contiguous(memory_format=layout)

@@ -200,22 +200,27 @@ def _backward(members, source, saved, grads, needs, needs_x):
     """
     # Forwards: the inputs of all blocks. Backwards: each block is done, and its input freed.
     grad = grads.pop()
-    inputs, insides = [source.load(grad.dtype)], []
+    dtype, inputs, insides, x = grad.dtype, [], [], source.load(grad.dtype)
     for own, kept_block in zip(members[:-1], saved[:-1], strict=True):
-        x, inside, last = inputs[-1], None, None
+        # The first input is often the largest. Of one in eight bits the copy is made once more when it is used again.
+        inputs.append(x if inputs or source.is_exact else None)
+        inside = last = None
         if kept_block.last is None:
             inside = rerun_inside(own, kept_block, x)
             last = inside.inputs[-1]
             if own.shortcut is not None:  # its first maps may be larger than its output, and wait until the end
                 inside = inside.only_last()
-        inputs.append(rerun_output(own, kept_block, x, last))
+        x = rerun_output(own, kept_block, x, last)
         insides.append(inside)
+    inputs.append(x)
     insides.append(None)
+    del x
     # From here on, what a block recomputes is followed by its gradients, which need the same folded weights.
     members[0].layers[0].norms.keeps_folded = True
     of_layers = []
     for n in reversed(range(len(members))):
         x, inside = inputs.pop(), insides.pop()
+        x = source.load(dtype) if x is None else x
         needed = needs[n], needs_x or n > 0
         grad, own = block_backward(members[n], saved.pop(), x, inside, grad, *needed)
         # x is the output of the previous block's last ReLU, so it is positive where that passes the gradient.

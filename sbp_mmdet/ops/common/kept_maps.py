@@ -1,5 +1,6 @@
 """Feature maps that convolutions, norms and activations save for the backward pass, each of them once."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_scope
-from .precision import FEW, accumulator, cast, round_in_parts
+from .precision import FEW, accumulator, cast, compute_in_parts
 from .uncompiled import uncompiled
 
 __all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
@@ -17,6 +18,7 @@ aten = torch.ops.aten
 DEEPEST = 3  # largest number of maps that are added up in the backward pass; a sum of more maps is saved itself
 
 _ROUNDED = 2**24  # elements that are rounded at a time: their copy in full precision takes 64 MB
+_COMPUTED = 2**19  # elements that a CPU converts at a time, so that it makes no copy in full precision either
 _LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
 _GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
@@ -198,14 +200,21 @@ def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.d
         rows = _in_groups(x, scale.shape[2])
         if rows.dim() == 5:
             scale, shift = scale.unsqueeze(4), shift.unsqueeze(4)
-        return cast(_affine_of_groups(rows, scale, shift).reshape(x.shape), dtype)
-    return cast(_affine_of_groups(x, scale, shift), dtype)
+        return _affine_of_groups(rows, scale, shift, dtype).reshape(x.shape)
+    return _affine_of_groups(x, scale, shift, dtype)
 
 
-def _affine_of_groups(x, scale, shift):
+def _affine_of_groups(x, scale, shift, dtype):
+    if scale.dtype is not dtype:  # no copy of a large map in full precision
+        if x.is_cuda:
+            return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
+        if x.numel() > _COMPUTED:
+            in_full = functools.partial(_affine_of_groups, dtype=scale.dtype)
+            return compute_in_parts(in_full, x, scale, shift, most=_COMPUTED, dtype=dtype)
+        return _affine_of_groups(x, scale, shift, scale.dtype).to(dtype)
     if x.is_cuda or x.numel() < FEW or not x.is_contiguous():
         return torch.addcmul(shift, x, scale)
-    x = cast(x, scale.dtype) * scale if x.is_floating_point() else x.to(scale.dtype).mul_(scale)
+    x = cast(x, dtype) * scale if x.is_floating_point() else x.to(dtype).mul_(scale)
     return x.add_(shift)
 
 
@@ -284,7 +293,7 @@ def _in_groups(x, number):
 
 
 def _rounded(compute, x, *numbers):
-    return round_in_parts(compute, x, *numbers, most=_ROUNDED)
+    return compute_in_parts(compute, x, *numbers, most=_ROUNDED)
 
 
 def _limits(groups, dtype):

@@ -14,6 +14,7 @@ from torch import Tensor
 __all__ = [
     'FEW',
     'FULL',
+    'LARGEST_PART',
     'Stored',
     'Sum',
     'accumulate',
@@ -23,11 +24,11 @@ __all__ = [
     'cast',
     'cast_all',
     'column_sums',
+    'compute_in_parts',
     'in_range',
     'multiplied',
     'no_autocast',
     'promoted',
-    'round_in_parts',
     'store',
     'zeros_for',
 ]
@@ -35,9 +36,12 @@ __all__ = [
 # Number of rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its columns
 # may have been scaled by their maximum, so a longer sum could exceed 65504 whatever the loss scale is.
 _LONGEST_SUM = 8192
-# Most elements that are rounded to eight bits at a time, but at least an image on a GPU. There it bounds the memory of
-# their copy in full precision; on a CPU the copy stays in the cache of a core, which takes less than half of the time.
-_ROUNDED, _ROUNDED_ON_CPU = 2**22, 2**19
+# Most elements that are rounded to eight bits at a time, but at least an image: it bounds the memory of their copy in
+# full precision.
+_ROUNDED = 2**22
+# Most elements of `compute_in_parts` by device, whatever its argument: on a CPU, copies then stay in the cache of a core,
+# which takes less than half of the time.
+LARGEST_PART = dict(cpu=2**19)
 # Elements that cost less than a call of torch.
 FEW = 2**14
 # Full precision.
@@ -323,30 +327,33 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stor
         return Stored(x)
     scale = cast(_magnitude(x, positions), accumulator(x)) / 127
     divisor = scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    values = round_in_parts(_rounded, x, divisor, most=max(_ROUNDED, x.numel() // x.shape[0]))
+    values = compute_in_parts(_rounded, x, divisor, most=max(_ROUNDED, x.numel() // x.shape[0]))
     return Stored(values, scale)
 
 
-def round_in_parts(compute: Callable, x: Tensor, *numbers: Tensor, most: int) -> Tensor:
-    """Return ``compute(x, *numbers)`` as eight-bit integers, in parts if ``x`` is large.
+def compute_in_parts(
+    compute: Callable, x: Tensor, *numbers: Tensor, most: int, dtype: torch.dtype = torch.int8
+) -> Tensor:
+    """Return ``compute(x, *numbers)`` in ``dtype``, in parts if ``x`` is large.
 
     Args:
-        compute (Callable): Function of a part of each tensor, which returns integers between -128 and 127 in any dtype.
+        compute (Callable): Function of a part of each tensor, which returns a tensor of any precision.
         x (Tensor): Shape (N, ...), with two dimensions or more.
         *numbers (Tensor): Broadcastable to ``x``, with as many dimensions.
-        most (int): Number of elements of a part at most, on a GPU.
+        most (int): Number of elements of a part at most; :data:`LARGEST_PART` comes first.
+        dtype (torch.dtype): Precision of the result. Default: int8, for integers between -128 and 127.
     """
-    most, size = most if x.is_cuda else _ROUNDED_ON_CPU, x.numel()
+    most, size = LARGEST_PART.get(x.device.type, most), x.numel()
     if size <= most:
-        return compute(x, *numbers).to(torch.int8)
-    values, inner = torch.empty_like(x, dtype=torch.int8), range(1, x.dim())
+        return compute(x, *numbers).to(dtype)
+    values, inner = torch.empty_like(x, dtype=dtype), range(1, x.dim())
     # The dimension that is outermost in memory within an image, so that parts have few gaps.
     dim = max(inner, key=lambda i: x.stride(i) if x.shape[i] > 1 else 0)
     images = max(most * x.shape[0] // size, 1)
     length = max(most * x.shape[0] * x.shape[dim] // size, 1)
 
     def cut(tensor, n, k):
-        tensor = tensor[n : n + images]
+        tensor = tensor if tensor.shape[0] == 1 else tensor[n : n + images]
         return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, k, min(length, x.shape[dim] - k))
 
     for n in range(0, x.shape[0], images):
