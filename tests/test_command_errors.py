@@ -71,7 +71,7 @@ def project(tmp_path):
         (('plan', FRCNN, '--budget', '8GiB', '--batch', 'two'), "'two' is no number of images; give one, or 'max'"),
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('plan', FRCNN), 'this machine has no GPU; give the memory of yours, for example --budget 8GiB'),
-        (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains its model.detector together with a teacher'),
+        (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains on branches of images for a student and a teacher'),
         (('plan', BYTE_TRACK, '--budget', '8GiB'), 'ByteTrack trains its model.detector together with a teacher'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('report', 'nowhere.py'), 'nowhere.py does not exist'),
@@ -260,7 +260,7 @@ def test_classes_that_the_file_does_not_have(project, tmp_path, capsys):
     assert "metainfo has ['cup', 'plate']; set metainfo=" in said and '--size' not in said
 
 
-@pytest.mark.parametrize(('path', 'what'), [(VIS, 'clips of videos'), (REID, 'crops of persons')])
+@pytest.mark.parametrize(('path', 'what'), [(VIS, 'clips of videos'), (REID, 'crops of persons'), (SOFT, 'branches')])
 @pytest.mark.parametrize('verb', ['plan', 'verify'])
 def test_models_of_other_batches_are_not_counted(verb, path, what, capsys):
     said = line_of(capsys, verb, path, *(PLAN if verb == 'plan' else ()))

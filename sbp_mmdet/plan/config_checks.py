@@ -45,6 +45,7 @@ _WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'M
 _UNCOUNTED = {
     'TrackDataPreprocessor': 'clips of videos',
     'ReIDDataPreprocessor': 'crops of persons for re-identification',
+    'MultiBranchDataPreprocessor': 'branches of images for a student and a teacher',
 }
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
 
@@ -309,7 +310,7 @@ def refuse_strategies(path: str, config: Config) -> None:
 
 
 def refuse_uncounted_models(path: str, config: Config) -> None:
-    """Refuse a model whose training batches are not images with boxes: of videos, or for re-identification.
+    """Refuse a model whose training batches are not images with boxes, such as clips of videos.
 
     Args:
         path (str): The config as the user named it.
@@ -323,7 +324,7 @@ def refuse_uncounted_models(path: str, config: Config) -> None:
     if what and not preprocessor.get('use_det_processor'):  # with it, a tracker's detector trains on images
         raise ValueError(
             f'{path}: {name_of(config.model)} trains on {what}. Such steps are not counted, and --size does not help; '
-            'sbp-mmdet plan counts detectors that train on single images'
+            'give the config of a detector that trains on single images'
         )
 
 
