@@ -139,9 +139,11 @@ def counts(step: Callable[[], Tensor]) -> dict[str, int]:
     """
     for _ in range(2):  # what is made once is there at the third time
         step().backward()
-    nodes = _nodes(step().grad_fn)
     with _Operations() as operations:
-        step().backward()
+        loss = step()
+        nodes = _nodes(loss.grad_fn)
+        loss.backward()
+    del loss
     calls = 0
 
     def note(frame, event, argument):

@@ -29,8 +29,14 @@ TINY_CONFIG = """
 _base_ = './base.py'
 model = dict(
     backbone=dict(arch=dict(_delete_=True, depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])),
-    neck=dict(in_channels=[8, 16, 32, 64]),
-    roi_head=dict(bbox_head=dict(fc_out_channels=32)),
+    neck=dict(in_channels=[8, 16, 32, 64], out_channels=16),
+    rpn_head=dict(in_channels=16, feat_channels=16),
+    roi_head=dict(
+        bbox_roi_extractor=dict(out_channels=16),
+        bbox_head=dict(in_channels=16, fc_out_channels=32),
+        mask_roi_extractor=dict(out_channels=16),
+        mask_head=dict(in_channels=16, conv_out_channels=16),
+    ),
     train_cfg=dict(rpn_proposal=dict(nms_pre=50, max_per_img=20), rcnn=dict(sampler=dict(num=16))),
     test_cfg=dict(rpn=dict(nms_pre=50, max_per_img=20), rcnn=dict(max_per_img=10)),
 )

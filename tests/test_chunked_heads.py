@@ -24,7 +24,7 @@ HEADS = {
     'box': BOX,
     'box, scores alone': dict(BOX, with_reg=False),
     'box, boxes alone': dict(BOX, with_cls=False),
-    'shared': dict(type='ResLayer', depth=18),
+    'shared': dict(type='ResLayer', depth=18, stage=1),
 }
 NUMBER = 150  # two chunks and a part of one
 
@@ -43,7 +43,7 @@ def build_head(name):
 
 
 def random_maps(name, number=NUMBER):
-    shape = dict(box=(16, 7, 7), shared=(256, 2, 2)).get(name.split(',')[0], (16, 6, 6))
+    shape = dict(box=(16, 7, 7), shared=(64, 2, 2)).get(name.split(',')[0], (16, 6, 6))
     return torch.randn(number, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 

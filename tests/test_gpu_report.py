@@ -15,6 +15,7 @@ import case  # isort: skip  (helpers puts tools/ and research/ on the path)
 import gpu_estimates
 import gpu_parts
 import gpu_report
+import gpu_trials
 import gpu_worker
 from gpu_parts import Part
 from gpu_rows import lines_of, read_rows
@@ -271,6 +272,7 @@ def rehearse(monkeypatch, tmp_path):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
     forking = types.SimpleNamespace(**vars(subprocess) | dict(Popen=ForkedProcess))
     monkeypatch.setattr(gpu_report, 'subprocess', forking)
+    gpu_worker.load_config(gpu_trials.SHAPES)  # so that forks need not read all of MMDetection's metafiles
 
     def typed(*words):
         monkeypatch.setattr(sys, 'argv', ['tool', '--rehearse', '--minutes', '20', '--out', str(tmp_path), *words])

@@ -47,6 +47,8 @@ def small(name):
         config.model.num_queries = 100  # of 255 places
         config.model.neck.in_channels = [32, 64, 128]
     if name in ('detr', 'dino'):
+        for part in (config.model.encoder, config.model.decoder):
+            part.layer_cfg.ffn_cfg.feedforward_channels = 256
         config.model.encoder.num_layers = config.model.decoder.num_layers = 2
     if name == 'maskformer':
         head = config.model.panoptic_head

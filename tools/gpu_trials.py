@@ -40,10 +40,16 @@ _SWIN_B = {
 # For rehearsals on a CPU: as few channels, proposals and queries as the models can do with.
 _FEW_ROIS = {'model.train_cfg.rcnn.sampler.num': 16, 'model.train_cfg.rpn_proposal.max_per_img': 20}
 _FEW_FC = {'model.roi_head.bbox_head.fc_out_channels': 32, **_FEW_ROIS}
-_FEW_QUERIES = {'model.num_queries': 20, 'model.encoder.num_layers': 2, 'model.decoder.num_layers': 2}
+_FEW_QUERIES = {
+    'model.num_queries': 20,
+    'model.encoder.num_layers': 2,
+    'model.encoder.layer_cfg.ffn_cfg.feedforward_channels': 64,
+    'model.decoder.num_layers': 2,
+    'model.decoder.layer_cfg.ffn_cfg.feedforward_channels': 64,
+}
 _TINY_SWIN = {
     'model.backbone.embed_dims': 24,
-    'model.backbone.depths': [2, 2, 2, 2],
+    'model.backbone.depths': [2, 1, 1, 1],
     'model.backbone.num_heads': [3, 6, 12, 24],
     'model.neck.in_channels': [24, 48, 96, 192],
 }
@@ -57,6 +63,13 @@ _TINY = {
         'model.neck.in_channels': [64, 128, 256],
     },
     VIT.format('t'): _FEW_FC,
+    RTMDET_S: {
+        'model.backbone.widen_factor': 0.125,
+        'model.neck.in_channels': [32, 64, 128],
+        'model.neck.out_channels': 32,
+        'model.bbox_head.in_channels': 32,
+        'model.bbox_head.feat_channels': 32,
+    },
 }
 
 
