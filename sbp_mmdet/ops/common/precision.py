@@ -39,8 +39,8 @@ _LONGEST_SUM = 8192
 # Most elements that are rounded to eight bits at a time, but at least an image: it bounds the memory of their copy in
 # full precision.
 _ROUNDED = 2**22
-# Most elements of `compute_in_parts` by device, whatever its argument: on a CPU, copies then stay in the cache of a core,
-# which takes less than half of the time.
+# Most elements of `compute_in_parts` by device, whatever its argument. On a CPU, copies then stay in the cache of a
+# core, which takes less than half of the time.
 LARGEST_PART = dict(cpu=2**19)
 # Elements that cost less than a call of torch.
 FEW = 2**14
