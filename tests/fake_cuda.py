@@ -74,23 +74,58 @@ def simulate_gpu():
         clear_caches()  # of tensors of this mode
 
 
+# Indices of the tensors that CUDA's kernel of an operation takes in one precision, with that of `out`.
+_IN_ONE_PRECISION = {
+    'mm': (0, 1),
+    'mv': (0, 1),
+    'dot': (0, 1),
+    'bmm': (0, 1),
+    'addmm': (0, 1, 2),
+    'addmv': (0, 1, 2),
+    'baddbmm': (0, 1, 2),
+    'convolution': (0, 1, 2),
+    'convolution_backward': (0, 1, 2),
+    'native_layer_norm': (0, 2, 3),
+    'native_layer_norm_backward': (0, 1, 5),
+    'native_group_norm': (0, 1, 2),
+    'native_group_norm_backward': (0, 1, 4),
+    'native_batch_norm_backward': (0, 1),
+    'cudnn_batch_norm_backward': (0, 1),
+    'avg_pool2d_backward': (0, 1),
+    'max_pool2d_with_indices_backward': (0, 1),
+    'index_add': (0, 3),
+    'index_add_': (0, 3),
+    'index_copy': (0, 3),
+    'index_copy_': (0, 3),
+    'index_put': (0, 2),
+    'index_put_': (0, 2),
+    'searchsorted': (0, 1),
+    '_softmax_backward_data': (0, 1),
+    '_scaled_dot_product_flash_attention': (0, 1, 2),
+    '_scaled_dot_product_flash_attention_backward': (0, 1, 2, 3, 4),
+    '_scaled_dot_product_efficient_attention': (0, 1, 2),
+    '_scaled_dot_product_efficient_attention_backward': (0, 1, 2, 3, 5),
+}
+
+
 class _OnePrecision(TorchDispatchMode):
-    """Mode that refuses group norms and convolutions with several precisions, which fake tensors accept and CUDA does
-    not.
+    """Mode that refuses tensors of several precisions, which fake tensors accept and CUDA's kernels do not.
+
+    Statistics of a layer norm have to be in full precision, too.
     """
 
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-        if func.name().startswith('aten::native_group_norm') and args[0].is_cuda:
-            dtypes = {t.dtype for t in args[: 3 if 'backward' not in func.name() else 2] if t is not None}
-            weight = args[4] if 'backward' in func.name() else args[1]
-            dtypes |= {weight.dtype} if weight is not None else set()
+        kwargs = kwargs or {}
+        name = func.name().removeprefix('aten::').partition('.')[0]
+        if name in _IN_ONE_PRECISION and args[0].is_cuda:
+            given = [args[i] for i in _IN_ONE_PRECISION[name] if i < len(args)]
+            given += [] if func._overloadname.startswith('dtype') else [kwargs.get('out')]
+            dtypes = {t.dtype for t in given if isinstance(t, Tensor)}
             if len(dtypes) > 1:
                 raise RuntimeError(f'{func}: expected one scalar type but found {sorted(map(str, dtypes))}')
-        if func.name() in ('aten::convolution', 'aten::convolution_backward') and args[0].is_cuda:
-            dtypes = {t.dtype for t in args[:3] if isinstance(t, Tensor)}
-            if len(dtypes) > 1:
-                raise RuntimeError(f'{func}: expected one scalar type but found {sorted(map(str, dtypes))}')
-        return func(*args, **(kwargs or {}))
+        if name == 'native_layer_norm_backward' and args[0].is_cuda:
+            assert {t.dtype for t in args[3:5]} == {torch.promote_types(args[1].dtype, torch.float32)}
+        return func(*args, **kwargs)
 
 
 def backward(outputs: list[Tensor]) -> dict[Tensor, Tensor]:

@@ -5,11 +5,14 @@ import copy
 
 import pytest
 import torch
+from helpers import needs_fp16
+from ops_cases import CASES
 from test_class_patches import FAMILIES
 from torch import nn
 from unusual_models import random_images
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.ops.common import precision
 
 NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
 
@@ -107,3 +110,32 @@ def test_several_precisions(family, change, amp):
     assert relative_distance(actual[0], exact[0]) <= 2 * relative_distance(expected[0], exact[0]) + 1e-3
     ours, plains = (relative_distance(run[1].values(), exact[1].values()) for run in (actual, expected))
     assert ours <= 2 * plains + 1e-3
+
+
+@needs_fp16
+@pytest.mark.parametrize('name', ['norm_linear', 'qkv'])
+def test_gradients_of_the_input_of_a_norm_are_not_rounded_in_between(name):
+    """Inputs with a deviation of 0.004 have gradients that fp16 cannot hold, but the input's fp32 can."""
+    case = CASES[name]
+    tensors = {key: t.float() if isinstance(t, torch.Tensor) else t for key, t in case.inputs()[0].items()}
+    tensors['x'] = (tensors['x'] * 2e-3).requires_grad_()
+    with torch.autocast('cpu', torch.float16):
+        out = case.run()(**tensors)
+    out.backward(torch.full_like(out, 300.0))
+    assert tensors['x'].grad.isfinite().all() and tensors['x'].grad.abs().max() > 65504
+
+
+@needs_fp16
+def test_products_may_be_summed_in_half(monkeypatch):
+    """Where the user lets CUDA do so, its products return no other precision."""
+    monkeypatch.setattr(precision, '_sums_in_full', lambda device, dtype: True)
+    a, b = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) for n in (3, 4))
+    flags = torch.backends.cuda.matmul
+    if not hasattr(flags, 'allow_fp16_accumulation'):
+        pytest.skip('this torch always sums in full precision')
+    before, flags.allow_fp16_accumulation = flags.allow_fp16_accumulation, True
+    try:
+        product = precision.accumulate(None, a.half(), b.half())
+    finally:
+        flags.allow_fp16_accumulation = before
+    assert product.dtype is torch.float32 and torch.allclose(product, a.t() @ b, atol=2e-2)

@@ -15,7 +15,8 @@ from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_
 @pytest.mark.parametrize('norm', ['none', 'fixed', 'batch', 'group'])
 @pytest.mark.parametrize('storage', ['native', 'int8'])
 @pytest.mark.parametrize('dtype', [None, torch.float16])
-def test_what_a_gpu_would_refuse(norm, storage, dtype):
+@pytest.mark.parametrize('frozen', [False, True])
+def test_what_a_gpu_would_refuse(norm, storage, dtype, frozen):
     """In CUDA's branches, in both layouts and under autocast, gradients have the device, type and shape of their
     tensors."""
     with simulate_gpu():
@@ -25,7 +26,7 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
             leaves |= {
                 name: torch.randn(8, device='cuda') for name in ('norm_weight', 'norm_bias')[: 2 * (norm != 'none')]
             }
-            leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+            leaves = {name: t.requires_grad_(not frozen or name != 'weight') for name, t in leaves.items()}
             running = {name: torch.ones(8, device='cuda') for name in ('running_mean', 'running_var')}
             settings = ConvNormSettings(
                 Form(storage=storage), padding=(1, 1), norm=norm, num_groups=2, activation=Activation(act)
@@ -35,6 +36,8 @@ def test_what_a_gpu_would_refuse(norm, storage, dtype):
             assert out.is_cuda
             gradients = backward([out])
             for name, t in leaves.items():
+                if not t.requires_grad:
+                    continue
                 assert gradients[t].is_cuda and gradients[t].dtype == t.dtype and gradients[t].shape == t.shape, name
 
 

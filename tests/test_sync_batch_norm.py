@@ -23,6 +23,7 @@ def batch_norm_stats(input, eps):
 
 
 def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts):
+    assert running_mean is None or counts.dtype == running_mean.dtype  # CUDA's kernel reads no other
     total, number = mean.new_zeros(mean.shape[1]), 0.0
     squares = torch.zeros_like(total)
     for count, own, rate in zip(counts, mean, invstd, strict=True):

@@ -313,7 +313,7 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
     if saved.input is None:  # only the input's shape is read, so one number stands for all of its values
         left, right, top, bottom = s.border
         *images, height, width = saved.shape
-        x = grad.new_empty(1).expand(*images, height + top + bottom, width + left + right)
+        x = grad.new_empty(1, dtype=s.dtype).expand(*images, height + top + bottom, width + left + right)
     else:
         x = _bordered(s, saved.input.load(s.dtype))
     norms = parts = None

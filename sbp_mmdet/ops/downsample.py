@@ -71,6 +71,7 @@ class NormLinearSaved(NamedTuple):
         given (NormLinearTensors): Parameters.
         shape (torch.Size): Shape of ``x``.
         layout (torch.memory_format | None): Layout of ``x``, if it is a feature map.
+        dtype (torch.dtype): Precision of ``x``.
     """
 
     xhat: Stored | None
@@ -79,6 +80,7 @@ class NormLinearSaved(NamedTuple):
     given: NormLinearTensors
     shape: torch.Size
     layout: torch.memory_format | None
+    dtype: torch.dtype
 
 
 def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Tensor:
@@ -129,7 +131,7 @@ def _forward(settings, tensors, needs):
     stored = store(xhat, settings.form.storage) if needs.x or needs.norm_weight or needs.weight else None
     rstd = rstd if needs.x else None
     given = t._replace(x=None, positions=None)
-    return out, NormLinearSaved(stored, rstd, keep, given, t.x.shape, layout_of(t.x))
+    return out, NormLinearSaved(stored, rstd, keep, given, t.x.shape, layout_of(t.x), t.x.dtype)
 
 
 def _backward(settings, saved, grad, needs):
@@ -150,7 +152,8 @@ def _backward(settings, saved, grad, needs):
 
 def _input_gradient(saved, incoming, w, xhat, shape):
     # The product has no name, so it is freed while the backward pass of the norm works on a copy in fp32.
-    rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1))
+    rows = torch.empty(xhat.shape, dtype=saved.dtype, device=xhat.device)
+    rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1), rows)
     kept = shape[1] if saved.keep is None else len(saved.keep)
     tokens = put_together(rows.view(shape[0], kept, w.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:

@@ -159,12 +159,13 @@ class FixedNorms:
 def _factors(layers):
     given = [t for _, t in layers]
     variances = _joined([t.running_var for t in given])
+    variances = cast(variances, accumulator(variances))
     epsilons = [s.eps for s, _ in layers]
     if len({*epsilons}) > 1:
         epsilons = [variances.new_full(t.running_var.shape, eps) for t, eps in zip(given, epsilons, strict=True)]
         rstd = variances + torch.cat(epsilons)
     else:
-        rstd = cast(variances, accumulator(variances)) + epsilons[0]
+        rstd = variances + epsilons[0]
     rstd = scale = rstd.rsqrt_()
     if any([t.norm_weight is not None for t in given]):
         ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]

@@ -205,14 +205,14 @@ def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.d
 
 
 def _affine_of_groups(x, scale, shift, dtype):
-    if scale.dtype is not dtype:  # no copy of a large map in full precision
-        if x.is_cuda:
-            return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
+    if x.is_cuda:  # in one pass, in the layout of x, without a copy in full precision
+        return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
+    if scale.dtype is not dtype:
         if x.numel() > _COMPUTED:
             in_full = functools.partial(_affine_of_groups, dtype=scale.dtype)
             return compute_in_parts(in_full, x, scale, shift, most=_COMPUTED, dtype=dtype)
         return _affine_of_groups(x, scale, shift, scale.dtype).to(dtype)
-    if x.is_cuda or x.numel() < FEW or not x.is_contiguous():
+    if x.numel() < FEW or (x.is_floating_point() and not x.is_contiguous()):
         return torch.addcmul(shift, x, scale)
     x = cast(x, dtype) * scale if x.is_floating_point() else x.to(dtype).mul_(scale)
     return x.add_(shift)
@@ -271,7 +271,8 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
         # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x. A
         # threshold below all values is one step away at the most, so that the least of them lies above it.
-        threshold = torch.as_tensor(threshold, dtype=full, device=x.device)
+        # No `as_tensor` of a number, which would copy it to a GPU and wait.
+        threshold = cast(threshold, full) if isinstance(threshold, Tensor) else x.new_full((), threshold, dtype=full)
         if threshold.dim() == 4 < low.dim():
             threshold = threshold.unsqueeze(4)
         threshold = threshold.clamp(low - unit, high)

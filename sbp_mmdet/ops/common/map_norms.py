@@ -223,8 +223,10 @@ def _normalise_together_by_kernels(s, t, z):
     dist.all_gather(every, mine, s.process_group)
     means, rstds, counts = torch.stack(every).split([channels, channels, 1], 1)
     running, counts = (t.running_mean, t.running_var), counts.reshape(-1)
+    # The kernel reads the counts in the precision of the running statistics.
+    kernels_counts = counts if t.running_mean is None else cast(counts, t.running_mean.dtype)
     mean, rstd = torch.batch_norm_gather_stats_with_counts(
-        z, means.contiguous(), rstds.contiguous(), *running, s.momentum, s.eps, counts
+        z, means.contiguous(), rstds.contiguous(), *running, s.momentum, s.eps, kernels_counts
     )
     out = torch.batch_norm_elemt(z, t.norm_weight, t.norm_bias, mean, rstd, s.eps) if z.numel() else z.clone()
     return out, Statistics(mean, rstd), counts.to(torch.int32)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import promoted
+from .precision import cast, promoted
 
 __all__ = ['Normed', 'norm']
 
@@ -22,7 +22,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, T
     Returns:
         tuple[Tensor, Tensor, Tensor]: Output, mean, reciprocal deviation.
     """
-    x = x.to(promoted(x.dtype, weight.dtype))
+    dtype = promoted(x.dtype, weight.dtype)
+    x, weight, bias = cast(x, dtype), cast(weight, dtype), cast(bias, dtype)  # CUDA's kernel takes one precision
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

@@ -217,7 +217,7 @@ def accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     full = accumulator(a)
     if a.dtype == full:
         return torch.mm(a.t(), b) if total is None else total.addmm_(a.t(), b)
-    if _sums_in_full(a.device, a.dtype):
+    if _sums_in_full(a.device, a.dtype) and not _accumulates_in_half(a.dtype):
         product = torch.mm(a.t(), b, out_dtype=full)
         return product if total is None else total.add_(product)
     if a.dtype != torch.float16 or len(a) <= _LONGEST_SUM:
@@ -253,6 +253,11 @@ def _sums_in_full(device, dtype):
     except (TypeError, RuntimeError):  # no such argument, or not for these
         return False
     return True
+
+
+def _accumulates_in_half(dtype):
+    """Return whether the user lets CUDA sum products in fp16, which then return no other precision."""
+    return dtype is torch.float16 and getattr(torch.backends.cuda.matmul, 'allow_fp16_accumulation', False)
 
 
 def in_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
