@@ -21,7 +21,7 @@ from .common.autograd_function import OnHost, Operation, gradients_of, in_precis
 from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
 from .common.normed import Normed, norm
-from .common.precision import Sum, add_to, cast, cast_all, column_sums, promoted
+from .common.precision import Sum, add_to, cast_all, column_sums, promoted
 from .common.row_sampling import draw
 from .deformable_attention import (
     FIXED,
@@ -104,10 +104,11 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
 
 def _norm_backward(grad, x, statistics, weight, bias):
     """Compute the gradients of a layer norm: of input, weight and bias."""
-    dtype = promoted(x.dtype, weight.dtype)
-    grad, x, weight, bias = (cast(tensor, dtype) for tensor in (grad, x, weight, bias))
+    if x.dtype is not weight.dtype:
+        dtype = promoted(x.dtype, weight.dtype)
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     backward = torch.ops.aten.native_layer_norm_backward.default
-    return backward(grad, x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
+    return backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
 
 
 def _attention_tensors(t, x):

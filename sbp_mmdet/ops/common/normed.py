@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import cast, promoted
+from .precision import promoted
 
 __all__ = ['Normed', 'norm']
 
@@ -22,8 +22,9 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, T
     Returns:
         tuple[Tensor, Tensor, Tensor]: Output, mean, reciprocal deviation.
     """
-    dtype = promoted(x.dtype, weight.dtype)
-    x, weight, bias = cast(x, dtype), cast(weight, dtype), cast(bias, dtype)  # CUDA's kernel takes one precision
+    if x.dtype is not weight.dtype:  # CUDA's kernel takes one precision
+        dtype = promoted(x.dtype, weight.dtype)
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
