@@ -67,6 +67,16 @@ MISTAKES = {
         'model = dict(backbone=dict(out_indices=(1, 2, 3)))',
         r'gives 3 maps of \[80, 160, 320\] channels \(out_indices=\[1, 2, 3\]\)',
     ),
+    'the last map only': (
+        OURS,
+        'model = dict(backbone=dict(out_indices=-1))',
+        r'gives 1 map of \[320\] channels \(out_indices=\[3\]\); set model.backbone.out_indices=\[0, 1, 2, 3\]$',
+    ),
+    'maps that are averaged': (
+        OURS,
+        'model = dict(backbone=dict(gap_before_final_norm=True))',
+        'gap_before_final_norm=True gives vectors of 40 .* but FPN needs .*set model.backbone.gap_before_final_norm',
+    ),
     'an argument of another backbone': (OURS, 'model = dict(backbone=dict(depth=50))', "unexpected keyword.*'depth'"),
     'a hook among those of the runner': (
         FRCNN,
@@ -209,6 +219,40 @@ def test_backbones_and_necks_that_are_right_are_accepted():
     config.model.neck = dict(type='FPN', in_channels=[80, 160, 320], out_channels=8, num_outs=3)
     config.model.backbone.update(sbp_cfg=None, act_cfg=dict(type='OwnActivation'))
     with DefaultScope.overwrite_default_scope('mmengine'):  # as before anything is built
+        check_config(config)
+
+
+@MODELS.register_module(force=True)
+class Classifier(torch.nn.Module):
+    """Backbone of another package, which classifies unless it is told otherwise."""
+
+    channels = (8,)
+
+    def __init__(self, out_type='cls_token'):
+        super().__init__()
+        self.out_type, self.out_indices = out_type, [0]
+
+    def forward(self, x):
+        return [x.new_zeros(2, 8, 4, 4) if self.out_type == 'featmap' else x.new_zeros(2, 8)]
+
+
+def test_backbones_of_other_packages_give_maps_too():
+    config = Config(dict(model=dict(backbone=dict(type='Classifier'), neck=dict(type='FPN', in_channels=[8]))))
+    with pytest.raises(
+        ValueError, match="Classifier with out_type='cls_token' .*set model.backbone.out_type='featmap'"
+    ):
+        check_config(config)
+    config.model.backbone.out_type = 'featmap'
+    check_config(config)
+    config.model.update(backbone=dict(type='Classifier'), neck=dict(type='mmpretrain.GlobalAveragePooling'))
+    check_config(config)  # a classifier
+
+
+def test_mmpretrains_convnext_is_checked_without_mmpretrain():
+    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
+    del config.model.backbone['sbp_cfg']
+    config.model.backbone.update(type='mmpretrain.ConvNeXt', gap_before_final_norm=True)
+    with pytest.raises(ValueError, match='mmpretrain.ConvNeXt with gap_before_final_norm=True'):
         check_config(config)
 
 
