@@ -31,7 +31,12 @@ MISTAKES = {
     'an unknown key of a hook': (
         FRCNN,
         "custom_hooks = [dict(type='CheckpointModulesHook', module='neck')]",
-        "CheckpointModulesHook.*'module'",
+        "CheckpointModulesHook has an unknown key 'module'; did you mean 'modules'",
+    ),
+    'a hook without modules': (
+        FRCNN,
+        "custom_hooks = [dict(type='CheckpointModulesHook')]",
+        r"CheckpointModulesHook needs modules.*modules=\['neck'\]",
     ),
     'a misspelt hook': (FRCNN, "custom_hooks = [dict(type='LeanHok')]", "'LeanHok'; did you mean 'LeanHook'"),
     'a strategy by name': (FRCNN, "strategy = 'FSDPStrategy'", "strategy='FSDPStrategy' must be a dict"),
