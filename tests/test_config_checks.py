@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import CONFIGS
+from helpers import CONFIGS  # puts tools/ on the path
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -16,6 +16,9 @@ from sbp_mmdet.plan.config_checks import check_config, count_data_classes, find_
 from sbp_mmdet.plan.pipeline import CannotRun
 from sbp_mmdet.plan.rehearse import refuse_more_classes
 from sbp_mmdet.plan.variants import load_config
+
+import hook_checks  # isort: skip
+import preflight  # isort: skip
 
 FRCNN = """
 _base_ = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
@@ -105,6 +108,48 @@ def test_a_mistake(name, verb, tmp_path, capsys, monkeypatch):
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert 'mistaken.py' in said and re.search(message, said), said
+
+
+@pytest.mark.parametrize('hooks', ["[dict(type='LeanHook')]", "[*_base_.custom_hooks, dict(type='LeanHook')]"])
+def test_hooks_of_the_parent_that_are_dropped(hooks, tmp_path, capsys):
+    path = tmp_path / 'child.py'
+    path.write_text(
+        "_base_ = 'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py'\n"
+        f"custom_imports = dict(imports=['sbp_mmdet'])\ncustom_hooks = {hooks}\n"
+    )
+    command.main(['report', str(path)])
+    command_said = capsys.readouterr().err
+    config = preflight.load_config(str(path))
+    hook_checks.check_hooks(config)
+    for said in (command_said, capsys.readouterr().err):
+        assert ("parent's EMAHook, PipelineSwitchHook; " in said) == ('_base_' not in hooks), said
+
+
+def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
+    for word in (['--bach', '2'], ['--bach=2']):
+        with pytest.raises(SystemExit):
+            command.main(['plan', 'config.py', *word])
+        said = capsys.readouterr().err
+        assert 'usage: sbp-mmdet plan' in said and '--bach' in said and 'did you mean --batch?' in said
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ("model = dict(type='A')", 'has no optim_wrapper; give'),
+        ("optim_wrapper = dict(type='A')", 'has no model; give'),
+        ('a = 1', 'has no model and no optim_wrapper; give'),
+        (
+            "default_scope = 'mmsegm'\nmodel = dict(type='EncoderDecoder')\noptim_wrapper = dict(optimizer={})",
+            "model.type='EncoderDecoder': this is a config for mmsegm .default_scope='mmsegm'., which is not installed",
+        ),
+    ],
+)
+def test_configs_of_other_kinds(text, message, tmp_path, capsys):
+    (tmp_path / 'other.py').write_text(text)
+    with pytest.raises(SystemExit):
+        command.main(['report', str(tmp_path / 'other.py')])
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_imports_that_may_fail(tmp_path):

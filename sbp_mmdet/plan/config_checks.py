@@ -23,6 +23,7 @@ __all__ = [
     'check_config',
     'check_options',
     'count_data_classes',
+    'find_dropped_hooks',
     'find_missing_import',
     'find_own_hooks',
     'find_small_heads',
@@ -151,6 +152,40 @@ def find_missing_import(config: Config) -> str | None:
         f'the config uses {ours[0]} and does not import sbp_mmdet, so a training would not find it; write in '
         f'it: custom_imports = dict(imports={[*imports, "sbp_mmdet"]}, allow_failed_imports=False)'
     )
+
+
+def find_dropped_hooks(config: Config) -> str | None:
+    """Return which hooks a config drops from its parents, if its own list of hooks has a ``LeanHook``.
+
+    A list in a config replaces that of its parent, so adding a ``LeanHook`` may drop an ``EMAHook`` unnoticed.
+
+    Args:
+        config (Config): A config that was read from a file.
+
+    Returns:
+        str | None: The problem with its remedy, or ``None``; also ``None`` if the parents cannot be read.
+    """
+    names = _hook_names(config)
+    if 'LeanHook' not in names or not config.filename:
+        return None
+    try:
+        paths = [Config._get_cfg_path(base, config.filename)[0] for base in Config._get_base_files(config.filename)]
+        parents = [Config.fromfile(path, import_custom_modules=False) for path in paths]
+    except Exception:  # noqa: BLE001  of another kind of config, or a version of mmengine that reads them otherwise
+        return None
+    dropped = [name for name in dict.fromkeys(itertools.chain(*map(_hook_names, parents))) if name not in names]
+    if not dropped:
+        return None
+    return (
+        f"custom_hooks replaces the parent's {', '.join(dropped)}; to keep what it has, write "
+        "custom_hooks=[*_base_.custom_hooks, dict(type='LeanHook', ...)]"
+    )
+
+
+def _hook_names(config):
+    """Return the names of the classes in ``custom_hooks``, without their scope."""
+    kinds = [hook.get('type') for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
+    return [getattr(kind, '__name__', f'{kind}'.rpartition('.')[2]) for kind in kinds]
 
 
 def _import_ours(names):

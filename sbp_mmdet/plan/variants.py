@@ -91,8 +91,8 @@ def load_config(path: str, options: dict | None = None) -> Config:
         config.merge_from_dict(options or {})
     except Exception as error:  # the overrides may be of any kind
         raise ValueError(f'{path}: {describe_bad_override(config, options, error)}') from error
-    if not config.get('model') or not config.get('optim_wrapper'):
-        raise ValueError(f'{path} has no model or no optim_wrapper; give the MMDetection config that you train with')
+    if missing := [key for key in ('model', 'optim_wrapper') if not config.get(key)]:
+        raise ValueError(f'{path} has no {" and no ".join(missing)}; give the MMDetection config that you train with')
     try:
         imports = list_imports(config)
     except ValueError as error:
