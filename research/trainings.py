@@ -12,6 +12,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,9 @@ __all__ = ['Launcher', 'Training', 'collect', 'look', 'plan', 'read_log', 'run',
 # mmengine writes the config into the folder again, with what the command line and tools/train.py set.
 _OF_A_RUN = {'default_hooks', 'env_cfg', 'launcher', 'model_wrapper_cfg', 'resume', 'work_dir'}
 _TIME = re.compile(r'^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - ', re.MULTILINE)
+
+# The first error of a log; torchrun writes its own traceback below that of a process.
+_ERROR = re.compile(r'^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)|error): .+)$', re.MULTILINE)
 
 
 class Training(NamedTuple):
@@ -131,9 +135,13 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
         options = dict(stderr=subprocess.STDOUT, env=os.environ | variables, pass_fds=[lock.fileno()])
         source = commit()  # what is imported now; somebody may commit while it trains
         with open(folder / 'log.txt', 'a') as log:
+            start = log.tell()
             done = subprocess.run(words, stdout=log, **options)
         if done.returncode:
-            raise RuntimeError(f'a training failed; {log.name} says why')
+            with open(log.name, errors='replace') as text:
+                text.seek(start)
+                found = _ERROR.search(text.read())
+            raise RuntimeError(f'a training failed{f": {found[1]}" if found else ""}; see {log.name}')
         found = look(training)
         if found is None or not found['finished']:
             raise RuntimeError(
@@ -265,16 +273,29 @@ def run_all(
         dict[str, dict[int, dict]]: Results of :func:`run` by label and seed.
 
     Raises:
-        RuntimeError: As soon as a run fails. The other active runs continue to their end.
+        RuntimeError: As soon as a run fails. The other active runs continue to their end, and no new one is started.
     """
     results = {training.label: {} for training in trainings}
+    failed = threading.Event()
+
+    def run_next(training):
+        """Run a training, unless another has failed: a worker may take the next before the failure is seen below."""
+        if failed.is_set():
+            return None
+        try:
+            return run(training, launcher, threads)
+        except BaseException:
+            failed.set()
+            raise
+
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
-    running = {pool.submit(run, training, launcher, threads): training for training in trainings}
+    running = {pool.submit(run_next, training): training for training in trainings}
     try:
         for job in concurrent.futures.as_completed(running):
             label, seed, *_ = running[job]
-            results[label][seed] = job.result()
-            done()
+            if (result := job.result()) is not None:
+                results[label][seed] = result
+                done()
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(f'{label}, seed {seed}: {error}; trainings beside it go on to their end') from error
     finally:

@@ -99,18 +99,22 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
             continue
         if (settings.preset.form or mixin.checkpointed) and take(module, mixin):
             others.append((module, mixin))
+    nothing, other = f'no module of {type(model).__name__}', ''
+    if settings.modules is not None:
+        nothing = f'nothing in modules={[*settings.modules]} of {type(model).__name__}'
+        other = 'name other modules, leave modules out, or '
     thinned = [layers for layers in backbones if layers.thins] or [m for _, m in others if m.token_ratio(settings)]
     if settings.preset.thins and not thinned:
         left |= {names[id(inside)]: reason for bound in bounds.values() for inside, reason in bound.left}
-        what = f"preset='{settings.preset.name}' drops positions, and no module of {type(model).__name__} supports that"
-        raise ValueError(_format_nothing_to_change(what, left, "use 'exact', 'exact_min' or 'int8'"))
+        what = f"preset='{settings.preset.name}' drops positions, and {nothing} supports that"
+        raise ValueError(_format_nothing_to_change(what, left, f"{other}use 'exact', 'exact_min' or 'int8'"))
     layers = [*others, *(layer for backbone in backbones for layer in backbone.layers.values())]
     if settings.preset.gradients == 'sampled' and not any(mixin.samples for _, mixin in layers):
-        what = f"preset='sampled' draws rows, and no module of {type(model).__name__} supports that"
-        raise ValueError(_format_nothing_to_change(what, {}, "use 'exact', 'exact_min' or 'int8'"))
+        what = f"preset='sampled' draws rows, and {nothing} supports that"
+        raise ValueError(_format_nothing_to_change(what, {}, f"{other}use 'exact', 'exact_min' or 'int8'"))
     if not others and not backbones:
-        what = f"preset='{settings.preset.name}' supports no module of {type(model).__name__}"
-        remedy = 'use CheckpointModulesHook and TargetsInChunksHook, which save memory in any detector'
+        what = f"preset='{settings.preset.name}' supports {nothing}"
+        remedy = f'{other}use CheckpointModulesHook and TargetsInChunksHook, which save memory in any detector'
         raise ValueError(_format_nothing_to_change(what, left, remedy))
     return ChangePlan(backbones, others, left, bounds)
 

@@ -9,7 +9,7 @@ from torch import nn
 from .apply import apply_settings, keep_ratios
 from .checkpointing import checkpoint_modules
 from .chunked_targets import targets_in_chunks
-from .presets import Settings
+from .presets import Settings, refuse_unknown_keys
 from .report import SignsOfLife
 from .surgery import ModelHook, members, unwrapped
 
@@ -91,7 +91,8 @@ class CheckpointModulesHook(ModelHook):
             'roi_head.mask_head'. A list of modules means each of its members.
 
     Raises:
-        ValueError: When training begins, if the model has no such submodule, or one whose forward is never called.
+        ValueError: If ``modules`` is missing or misspelt. When training begins, if the model has no such submodule, or
+            one whose forward is never called.
 
     Example:
         ``custom_hooks = [dict(type='CheckpointModulesHook', modules=['neck', 'rpn_head'])]``
@@ -99,13 +100,19 @@ class CheckpointModulesHook(ModelHook):
 
     exact = True
 
-    def __init__(self, modules: Sequence[str]):
+    def __init__(self, modules: Sequence[str] = (), **unknown):
+        refuse_unknown_keys('CheckpointModulesHook', unknown, ['modules'])
+        if not modules:
+            raise ValueError(
+                "CheckpointModulesHook needs modules, the names of submodules to checkpoint, such as modules=['neck']"
+            )
         self.modules = [modules] if isinstance(modules, str) else list(modules)
         self._looked = False
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        return f'{", ".join(checkpoint_modules(model, self.modules))} are recomputed in the backward pass'
+        names = checkpoint_modules(model, self.modules)
+        return f'{", ".join(names)} {"is" if len(names) == 1 else "are"} recomputed in the backward pass'
 
     def after_train_iter(self, runner, *args, **kwargs) -> None:
         """Warn of modules that the first step did not call: checkpointing them saves nothing."""
@@ -128,13 +135,17 @@ class TargetsInChunksHook(ModelHook):
         masks (int): Number of masks that are cropped or sampled at a time. Default: 4.
         pairs (int): Number of pairs of a prior and a ground-truth box that are compared at a time. Default: 2**20.
 
+    Raises:
+        ValueError: If a key is unknown.
+
     Example:
         ``custom_hooks = [dict(type='TargetsInChunksHook')]``
     """
 
     exact = True
 
-    def __init__(self, masks: int = 4, pairs: int = 2**20):
+    def __init__(self, masks: int = 4, pairs: int = 2**20, **unknown):
+        refuse_unknown_keys('TargetsInChunksHook', unknown, ['masks', 'pairs'])
         self.options = dict(masks=masks, pairs=pairs)
 
     def apply(self, model: nn.Module) -> str:

@@ -2,14 +2,14 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
 from .ops.common.autograd_function import Form
 from .stochastic_backprop.config import SBPConfig
 from .stochastic_backprop.layers import thinned_layers
 
-__all__ = ['PRESETS', 'Preset', 'Settings', 'preset_named']
+__all__ = ['PRESETS', 'Preset', 'Settings', 'preset_named', 'refuse_unknown_keys']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +126,7 @@ class Settings(SBPConfig):
         """
         if not isinstance(cfg, Mapping):
             raise ValueError(f"{where}={cfg!r} must be a dict such as dict(preset='exact'), or None for plain modules")
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in cfg:
-            if key not in known:
-                near = difflib.get_close_matches(f'{key}', known, n=1)
-                hint = f"did you mean '{near[0]}'?" if near else f'known keys are {known}'
-                raise ValueError(f"{where} has an unknown key '{key}'; {hint}")
+        refuse_unknown_keys(where, cfg, [field.name for field in dataclasses.fields(cls)])
         preset = preset_named(cfg.get('preset', default_preset))
         samples = preset.gradients == 'sampled'
         meaningless = () if preset.thins else [key for key in _SBP_KEYS if not (samples and key == 'keep_ratio')]
@@ -178,3 +173,21 @@ class Settings(SBPConfig):
             dict[tuple, float]: Keep ratios by layer, ``(stage, block)`` or ``(stage, 'downsample')``.
         """
         return thinned_layers(self, depths, blocks, from_end) if self.preset.thins else {}
+
+
+def refuse_unknown_keys(where: str, keys: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse keys of a config that nothing reads.
+
+    Args:
+        where (str): Name of the config in the message.
+        keys (Iterable[str]): Its keys.
+        known (Sequence[str]): The keys that are read.
+
+    Raises:
+        ValueError: For the first unknown key. The message names it and a similar key, or all known ones.
+    """
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(f'{key}', known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f'known keys are {[*known]}'
+            raise ValueError(f"{where} has an unknown key '{key}'; {hint}")

@@ -287,7 +287,9 @@ def test_refusals(make, keys, message):
 
 def test_beside_a_backbone_with_settings_of_its_own():
     model = Detector(build('SBPConvNeXt', dict(preset='sbp')))
-    with pytest.raises(ValueError, match='no module of Detector'):
+    with pytest.raises(
+        ValueError, match=r"preset='exact' supports nothing in modules=\['neck'\] of Detector.*name other modules"
+    ):
         apply_lean(model, modules=['neck'])
     assert keep_ratios(model)
 

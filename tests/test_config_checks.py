@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import CONFIGS
+from helpers import CONFIGS  # puts tools/ on the path
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -16,6 +16,9 @@ from sbp_mmdet.plan.config_checks import check_config, count_data_classes, find_
 from sbp_mmdet.plan.pipeline import CannotRun
 from sbp_mmdet.plan.rehearse import refuse_more_classes
 from sbp_mmdet.plan.variants import load_config
+
+import hook_checks  # isort: skip
+import preflight  # isort: skip
 
 FRCNN = """
 _base_ = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
@@ -31,7 +34,12 @@ MISTAKES = {
     'an unknown key of a hook': (
         FRCNN,
         "custom_hooks = [dict(type='CheckpointModulesHook', module='neck')]",
-        "CheckpointModulesHook.*'module'",
+        "CheckpointModulesHook has an unknown key 'module'; did you mean 'modules'",
+    ),
+    'a hook without modules': (
+        FRCNN,
+        "custom_hooks = [dict(type='CheckpointModulesHook')]",
+        r"CheckpointModulesHook needs modules.*modules=\['neck'\]",
     ),
     'a misspelt hook': (FRCNN, "custom_hooks = [dict(type='LeanHok')]", "'LeanHok'; did you mean 'LeanHook'"),
     'a strategy by name': (FRCNN, "strategy = 'FSDPStrategy'", "strategy='FSDPStrategy' must be a dict"),
@@ -67,6 +75,16 @@ MISTAKES = {
         'model = dict(backbone=dict(out_indices=(1, 2, 3)))',
         r'gives 3 maps of \[80, 160, 320\] channels \(out_indices=\[1, 2, 3\]\)',
     ),
+    'the last map only': (
+        OURS,
+        'model = dict(backbone=dict(out_indices=-1))',
+        r'gives 1 map of \[320\] channels \(out_indices=\[3\]\); set model.backbone.out_indices=\[0, 1, 2, 3\]$',
+    ),
+    'maps that are averaged': (
+        OURS,
+        'model = dict(backbone=dict(gap_before_final_norm=True))',
+        'gap_before_final_norm=True gives vectors of 40 .* but FPN needs .*set model.backbone.gap_before_final_norm',
+    ),
     'an argument of another backbone': (OURS, 'model = dict(backbone=dict(depth=50))', "unexpected keyword.*'depth'"),
     'a hook among those of the runner': (
         FRCNN,
@@ -90,6 +108,48 @@ def test_a_mistake(name, verb, tmp_path, capsys, monkeypatch):
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert 'mistaken.py' in said and re.search(message, said), said
+
+
+@pytest.mark.parametrize('hooks', ["[dict(type='LeanHook')]", "[*_base_.custom_hooks, dict(type='LeanHook')]"])
+def test_hooks_of_the_parent_that_are_dropped(hooks, tmp_path, capsys):
+    path = tmp_path / 'child.py'
+    path.write_text(
+        "_base_ = 'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py'\n"
+        f"custom_imports = dict(imports=['sbp_mmdet'])\ncustom_hooks = {hooks}\n"
+    )
+    command.main(['report', str(path)])
+    command_said = capsys.readouterr().err
+    config = preflight.load_config(str(path))
+    hook_checks.check_hooks(config)
+    for said in (command_said, capsys.readouterr().err):
+        assert ("parent's EMAHook, PipelineSwitchHook; " in said) == ('_base_' not in hooks), said
+
+
+def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
+    for word in (['--bach', '2'], ['--bach=2']):
+        with pytest.raises(SystemExit):
+            command.main(['plan', 'config.py', *word])
+        said = capsys.readouterr().err
+        assert 'usage: sbp-mmdet plan' in said and '--bach' in said and 'did you mean --batch?' in said
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ("model = dict(type='A')", 'has no optim_wrapper; give'),
+        ("optim_wrapper = dict(type='A')", 'has no model; give'),
+        ('a = 1', 'has no model and no optim_wrapper; give'),
+        (
+            "default_scope = 'mmsegm'\nmodel = dict(type='EncoderDecoder')\noptim_wrapper = dict(optimizer={})",
+            "model.type='EncoderDecoder': this is a config for mmsegm .default_scope='mmsegm'., which is not installed",
+        ),
+    ],
+)
+def test_configs_of_other_kinds(text, message, tmp_path, capsys):
+    (tmp_path / 'other.py').write_text(text)
+    with pytest.raises(SystemExit):
+        command.main(['report', str(tmp_path / 'other.py')])
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_imports_that_may_fail(tmp_path):
@@ -209,6 +269,40 @@ def test_backbones_and_necks_that_are_right_are_accepted():
     config.model.neck = dict(type='FPN', in_channels=[80, 160, 320], out_channels=8, num_outs=3)
     config.model.backbone.update(sbp_cfg=None, act_cfg=dict(type='OwnActivation'))
     with DefaultScope.overwrite_default_scope('mmengine'):  # as before anything is built
+        check_config(config)
+
+
+@MODELS.register_module(force=True)
+class Classifier(torch.nn.Module):
+    """Backbone of another package, which classifies unless it is told otherwise."""
+
+    channels = (8,)
+
+    def __init__(self, out_type='cls_token'):
+        super().__init__()
+        self.out_type, self.out_indices = out_type, [0]
+
+    def forward(self, x):
+        return [x.new_zeros(2, 8, 4, 4) if self.out_type == 'featmap' else x.new_zeros(2, 8)]
+
+
+def test_backbones_of_other_packages_give_maps_too():
+    config = Config(dict(model=dict(backbone=dict(type='Classifier'), neck=dict(type='FPN', in_channels=[8]))))
+    with pytest.raises(
+        ValueError, match="Classifier with out_type='cls_token' .*set model.backbone.out_type='featmap'"
+    ):
+        check_config(config)
+    config.model.backbone.out_type = 'featmap'
+    check_config(config)
+    config.model.update(backbone=dict(type='Classifier'), neck=dict(type='mmpretrain.GlobalAveragePooling'))
+    check_config(config)  # a classifier
+
+
+def test_mmpretrains_convnext_is_checked_without_mmpretrain():
+    config = load_config(str(CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'))
+    del config.model.backbone['sbp_cfg']
+    config.model.backbone.update(type='mmpretrain.ConvNeXt', gap_before_final_norm=True)
+    with pytest.raises(ValueError, match='mmpretrain.ConvNeXt with gap_before_final_norm=True'):
         check_config(config)
 
 

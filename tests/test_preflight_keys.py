@@ -54,6 +54,20 @@ def test_hooks(hooks, message, config):
 
 
 @pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(out_indices=-1), r'SBPConvNeXt gives 1 map of .*set model.backbone.out_indices=\[0, 1, 2, 3\]$'),
+        (dict(gap_before_final_norm=True), 'set model.backbone.gap_before_final_norm=False$'),
+    ],
+)
+def test_what_the_backbone_gives_to_the_neck(options, message, config):
+    preflight.check_backbone(config)
+    config.model.backbone.update(options)
+    with pytest.raises(PreflightError, match=message):
+        preflight.check_backbone(config)
+
+
+@pytest.mark.parametrize(
     ('key', 'message'),
     [
         ('custom_hooks.preset', 'custom_hooks is a list of 1; .*such as custom_hooks.0.preset'),

@@ -171,7 +171,7 @@ def test_plain_modules_skip_no_images(preset):
             r"'stages.9' does not exist; the model has \['downsample_layers'",
         ),
         (SBPConvNeXt, CONVNEXT, dict(modules=[]), r'modules=\[\] must name submodules'),
-        (SBPConvNeXt, CONVNEXT, dict(modules='norm3'), 'drops positions, and no module of'),
+        (SBPConvNeXt, CONVNEXT, dict(modules='norm3'), r"drops positions, and nothing in modules=\['norm3'\] of SBP"),
     ],
     ids=str,
 )

@@ -58,6 +58,11 @@ def check_hooks(config):
             text = f'{error}'.removeprefix(f'{name}: ')
             raise PreflightError(f'{config.filename}, custom_hooks, {name}: {text}') from error
         ours += [hook] if name == 'LeanHook' else []
+    if ours:
+        from sbp_mmdet.plan.config_checks import find_dropped_hooks  # noqa: PLC0415  the config has imported it
+
+        if problem := find_dropped_hooks(config):
+            warn(f'{config.filename}: {problem}')
     if len(ours) > 1:
         from sbp_mmdet.plan.config_checks import refuse_two_changes  # noqa: PLC0415  the config has imported it
 

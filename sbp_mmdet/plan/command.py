@@ -10,6 +10,7 @@ sbp-mmdet check                         whether this environment can train: vers
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -23,7 +24,13 @@ from mmengine.logging import MMLogger
 
 from .batch_size import find_largest_batches
 from .check import check
-from .config_checks import add_config, find_missing_import, refuse_strategies, refuse_uncounted_models
+from .config_checks import (
+    add_config,
+    find_dropped_hooks,
+    find_missing_import,
+    refuse_strategies,
+    refuse_uncounted_models,
+)
 from .counts import count_step, count_variants, end_progress, list_presets
 from .errors import bad_input
 from .inputs import add_inputs, count_crowded_boxes, find_training_inputs
@@ -50,14 +57,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(required=True, metavar='plan | rehearse | report | verify | check')
+    metavar = 'plan | rehearse | report | verify | check'
+    verbs = parser.add_subparsers(required=True, dest='verb', metavar=metavar)
     _add_plan(verbs)
     add_rehearse(verbs)
     add_report(verbs)
     add_verify(verbs)
     verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     whole = arguments is None
-    args = parser.parse_args(_joined(sys.argv[1:] if whole else arguments))
+    args, unknown = parser.parse_known_args(_joined(sys.argv[1:] if whole else arguments))
+    if unknown:
+        _refuse_unknown_words(verbs.choices[args.verb], unknown)
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
@@ -69,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             if hasattr(args, 'check'):
                 args.check(args)
             config = load_config(args.config, args.cfg_options)
-            if problem := find_missing_import(config):
+            for problem in filter(None, (find_missing_import(config), find_dropped_hooks(config))):
                 print(f'warning: {args.config}: {problem}', file=sys.stderr)
             args.run(args, config)
     except CannotRun as error:
@@ -78,6 +88,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(2, f'sbp-mmdet: error: {args.config}: {error}{remedy}\n')
     except ValueError as error:
         parser.exit(2, f'sbp-mmdet: error: {error}\n')  # without the usage, which would hide it
+
+
+def _refuse_unknown_words(verb, unknown):
+    """End with the usage of a subcommand, and the option that the first unknown word resembles."""
+    near = difflib.get_close_matches(unknown[0].partition('=')[0], verb._option_string_actions, n=1)
+    hint = f'; did you mean {near[0]}?' if near else ''
+    verb.error(f'unrecognized arguments: {" ".join(unknown)}{hint}')
 
 
 def _joined(arguments):

@@ -9,17 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-import torch
-from mmdet.models.necks import FPN, FPN_CARAFE, NASFPN, PAFPN, YOLOXPAFPN, ChannelMapper, CSPNeXtPAFPN
 from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.config import Config, DictAction
-from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
-from torch import nn
 
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
-from .errors import describe_error
+from .backbone_checks import check_backbone, is_ours
 from .transforms import name_of
 
 __all__ = [
@@ -27,8 +23,8 @@ __all__ = [
     'check_config',
     'check_options',
     'count_data_classes',
+    'find_dropped_hooks',
     'find_missing_import',
-    'find_neck_mismatch',
     'find_own_hooks',
     'find_small_heads',
     'list_imports',
@@ -38,7 +34,6 @@ __all__ = [
 ]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
-_NECKS = FPN, FPN_CARAFE, PAFPN, NASFPN, ChannelMapper, YOLOXPAFPN, CSPNeXtPAFPN  # ``in_channels``: those of each map
 # Strategies and wrappers with which each GPU holds all of the model.
 _WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
 # Preprocessors of other batches than images with boxes.
@@ -133,54 +128,7 @@ def check_config(config: Config) -> None:
                     'plan, report and verify look for such hooks'
                 )
     refuse_two_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
-    _check_backbone(config)
-
-
-def _check_backbone(config):
-    """Check a backbone of this package: whether it can be built, and whether the neck accepts its maps."""
-    arguments = dict(config.model.get('backbone') or {})
-    kind = arguments.pop('type', None)
-    kind = MODELS.get(kind) if isinstance(kind, str) else kind
-    if not _is_ours(kind):
-        return
-    arguments = {key: value for key, value in arguments.items() if key not in ('init_cfg', '_scope_')}
-    try:
-        with DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmdet')), torch.device('meta'):
-            backbone = kind(**arguments)
-    except Exception as error:  # whatever its values may raise
-        text = f'{error}' if isinstance(error, ValueError) else describe_error(error)
-        raise ValueError(f'model.backbone: {text}') from error
-    if problem := find_neck_mismatch(config.model, kind.__name__, backbone):
-        raise ValueError(problem)
-
-
-def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | None:
-    """Return an error message if the neck's ``in_channels`` differ from the backbone's output channels, else ``None``.
-
-    In other necks than those of :data:`_NECKS`, ``in_channels`` may have another meaning.
-
-    Args:
-        model (dict): Config of a detector.
-        name (str): Name of the backbone's class.
-        backbone (nn.Module): The backbone.
-
-    Returns:
-        str | None: The message, with the remedy.
-    """
-    widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
-    neck = model.get('neck') or {}
-    neck = neck[0] if isinstance(neck, (list, tuple)) else neck
-    kind, given = neck.get('type'), neck.get('in_channels')
-    kind = MODELS.get(kind) if isinstance(kind, str) else kind
-    if kind not in _NECKS or not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
-        return None
-    there = [widths[i] for i in backbone.out_indices]
-    if [*given] == there:
-        return None
-    return (
-        f'model.neck: in_channels={[*given]}, but {name} gives {len(there)} maps of {there} channels '
-        f'(out_indices={[*backbone.out_indices]}); set model.neck.in_channels={there}, or another arch'
-    )
+    check_backbone(config)
 
 
 def find_missing_import(config: Config) -> str | None:
@@ -196,7 +144,7 @@ def find_missing_import(config: Config) -> str | None:
     """
     hooks = config.get('custom_hooks') or []
     named = [(HOOKS, hook['type']) for hook in hooks] + [(MODELS, (config.model.get('backbone') or {}).get('type'))]
-    ours = [kind for registry, kind in named if isinstance(kind, str) and _is_ours(registry.get(kind))]
+    ours = [kind for registry, kind in named if isinstance(kind, str) and is_ours(registry.get(kind))]
     imports = [*list_imports(config)]
     if not ours or _import_ours(imports):
         return None
@@ -204,6 +152,40 @@ def find_missing_import(config: Config) -> str | None:
         f'the config uses {ours[0]} and does not import sbp_mmdet, so a training would not find it; write in '
         f'it: custom_imports = dict(imports={[*imports, "sbp_mmdet"]}, allow_failed_imports=False)'
     )
+
+
+def find_dropped_hooks(config: Config) -> str | None:
+    """Return which hooks a config drops from its parents, if its own list of hooks has a ``LeanHook``.
+
+    A list in a config replaces that of its parent, so adding a ``LeanHook`` may drop an ``EMAHook`` unnoticed.
+
+    Args:
+        config (Config): A config that was read from a file.
+
+    Returns:
+        str | None: The problem with its remedy, or ``None``; also ``None`` if the parents cannot be read.
+    """
+    names = _hook_names(config)
+    if 'LeanHook' not in names or not config.filename:
+        return None
+    try:
+        paths = [Config._get_cfg_path(base, config.filename)[0] for base in Config._get_base_files(config.filename)]
+        parents = [Config.fromfile(path, import_custom_modules=False) for path in paths]
+    except Exception:  # noqa: BLE001  of another kind of config, or a version of mmengine that reads them otherwise
+        return None
+    dropped = [name for name in dict.fromkeys(itertools.chain(*map(_hook_names, parents))) if name not in names]
+    if not dropped:
+        return None
+    return (
+        f"custom_hooks replaces the parent's {', '.join(dropped)}; to keep what it has, write "
+        "custom_hooks=[*_base_.custom_hooks, dict(type='LeanHook', ...)]"
+    )
+
+
+def _hook_names(config):
+    """Return the names of the classes in ``custom_hooks``, without their scope."""
+    kinds = [hook.get('type') for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
+    return [getattr(kind, '__name__', f'{kind}'.rpartition('.')[2]) for kind in kinds]
 
 
 def _import_ours(names):
@@ -326,10 +308,6 @@ def refuse_uncounted_models(path: str, config: Config) -> None:
             f'{path}: {name_of(config.model)} trains on {what}. Such steps are not counted, and --size does not help; '
             'give the config of a detector that trains on single images'
         )
-
-
-def _is_ours(kind):
-    return getattr(kind, '__module__', '').partition('.')[0] == 'sbp_mmdet'
 
 
 def refuse_two_changes(config: Config, hooks: Sequence[LeanHook]) -> None:

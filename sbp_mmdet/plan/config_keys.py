@@ -1,6 +1,7 @@
 """The key of a config that an error is about: a file that is missing, an unknown class, an unknown argument."""
 
 import difflib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,12 @@ def _describe_unknown_class(config, name, registry):
     key = next((key for key, value in _values(config) if key.endswith('.type') and value == name), None)
     if key is None:
         return None
+    scope = str(config.get('default_scope') or 'mmdet')
+    if importlib.util.find_spec(scope.partition('.')[0]) is None:
+        return (
+            f'{key}={name!r}: this is a config for {scope} (default_scope={scope!r}), which is not installed; install '
+            'it, or give a config for mmdet'
+        )
     near = difflib.get_close_matches(name.rpartition('.')[2], _registered(registry), n=1)
     remedy = f'did you mean {near[0]!r}?' if near else 'import its module by custom_imports'
     return f'{key}={name!r} is not registered; {remedy}'

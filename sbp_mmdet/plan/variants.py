@@ -16,6 +16,7 @@ from ..apply import apply_lean, remove_lean
 from ..hooks import LeanHook
 from ..presets import PRESETS, Settings, preset_named
 from ..surgery import hook_arguments, hook_class
+from .backbone_checks import STANDS_IN
 from .config_checks import check_config, check_options, list_imports
 from .config_keys import describe_bad_override
 from .transforms import name_of
@@ -24,7 +25,6 @@ __all__ = [
     'PIECES',
     'PLAIN',
     'PLAIN_RUN',
-    'STANDS_IN',
     'NotApplicable',
     'checkpoint_everything',
     'find_piece_changes',
@@ -49,8 +49,6 @@ PIECES = {
     'adamw8bit': 'optimizer states in 8 bits (bitsandbytes); gradients exact, updates are not',
 }
 
-# Backbones of packages that may be missing -> the backbone of this package with the same arguments and parameters.
-STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
 # Paths of transformers in config and model of DETR-like detectors, MaskFormer and Mask2Former.
 _TRANSFORMERS = ('encoder', 'decoder', 'panoptic_head.pixel_decoder.encoder', 'panoptic_head.transformer_decoder')
 
@@ -93,8 +91,8 @@ def load_config(path: str, options: dict | None = None) -> Config:
         config.merge_from_dict(options or {})
     except Exception as error:  # the overrides may be of any kind
         raise ValueError(f'{path}: {describe_bad_override(config, options, error)}') from error
-    if not config.get('model') or not config.get('optim_wrapper'):
-        raise ValueError(f'{path} has no model or no optim_wrapper; give the MMDetection config that you train with')
+    if missing := [key for key in ('model', 'optim_wrapper') if not config.get(key)]:
+        raise ValueError(f'{path} has no {" and no ".join(missing)}; give the MMDetection config that you train with')
     try:
         imports = list_imports(config)
     except ValueError as error:

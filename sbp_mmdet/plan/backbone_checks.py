@@ -1,0 +1,141 @@
+"""Checks of a config's backbone: whether it can be built, and whether the neck accepts what it returns."""
+
+import inspect
+import itertools
+
+import torch
+from mmdet.models.necks import FPN, FPN_CARAFE, NASFPN, PAFPN, YOLOXPAFPN, ChannelMapper, CSPNeXtPAFPN
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from torch import nn
+
+from .errors import describe_error
+
+__all__ = ['STANDS_IN', 'check_backbone', 'find_flat_outputs', 'find_neck_mismatch', 'is_ours']
+
+# Backbones of packages that may be missing -> the backbone of this package with the same arguments and parameters.
+STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
+_NECKS = FPN, FPN_CARAFE, PAFPN, NASFPN, ChannelMapper, YOLOXPAFPN, CSPNeXtPAFPN  # ``in_channels``: those of each map
+# Arguments of backbones that also classify -> the value with which they return feature maps.
+_FEATURE_MAPS = {'gap_before_final_norm': False, 'out_type': 'featmap'}
+
+
+def check_backbone(config: Config) -> None:
+    """Check a backbone of this package, or a classifier's backbone.
+
+    Args:
+        config (Config): Config of a detector.
+
+    Raises:
+        ValueError: If a backbone of this package cannot be built, or the neck does not accept what a backbone returns.
+            The message names the value and the remedy.
+    """
+    arguments = (config.get('model') or {}).get('backbone')
+    if not isinstance(arguments, dict):
+        return
+    arguments = dict(arguments)
+    kind = name = arguments.pop('type', None)
+    if isinstance(name, str):
+        kind = MODELS.get(name) or (MODELS.get(STANDS_IN[name]) if name in STANDS_IN else None)
+    if not is_ours(kind) and not _feature_map_key(kind):
+        return
+    arguments = {key: value for key, value in arguments.items() if key not in ('init_cfg', '_scope_')}
+    try:
+        with DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmdet')), torch.device('meta'):
+            backbone = kind(**arguments)
+    except Exception as error:  # whatever its values may raise
+        if not is_ours(kind):
+            return  # the error of its own code is reported when the model is built
+        text = f'{error}' if isinstance(error, ValueError) else describe_error(error)
+        raise ValueError(f'model.backbone: {text}') from error
+    name = name if isinstance(name, str) else kind.__name__
+    problems = find_neck_mismatch(config.model, name, backbone), find_flat_outputs(config, name, kind)
+    if any(problems):
+        raise ValueError('; '.join(filter(None, problems)))
+
+
+def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | None:
+    """Return an error message if the neck's ``in_channels`` differ from the backbone's output channels, else ``None``.
+
+    In other necks than those of :data:`_NECKS`, ``in_channels`` may have another meaning.
+
+    Args:
+        model (dict): Config of a detector.
+        name (str): Name of the backbone's class.
+        backbone (nn.Module): The backbone.
+
+    Returns:
+        str | None: The message, with the remedy.
+    """
+    widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
+    kind, neck = _neck(model)
+    given = neck.get('in_channels')
+    if kind not in _NECKS or not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
+        return None
+    there = [widths[i] for i in backbone.out_indices]
+    if [*given] == there:
+        return None
+    maps = f'{len(there)} map{"s" if len(there) > 1 else ""}'
+    remedy = f'model.neck.in_channels={there}, or another arch'
+    for stages in itertools.combinations(range(len(widths)), len(given)):
+        if [widths[i] for i in stages] == [*given]:
+            remedy = f'model.backbone.out_indices={[*stages]}'
+    return (
+        f'model.neck: in_channels={[*given]}, but {name} gives {maps} of {there} channels '
+        f'(out_indices={[*backbone.out_indices]}); set {remedy}'
+    )
+
+
+def find_flat_outputs(config: Config, name: str, kind: type) -> str | None:
+    """Return an error message if a backbone returns vectors, as for classification, to a neck of mmdet, else ``None``.
+
+    Args:
+        config (Config): Config of a detector.
+        name (str): Name of its backbone's class.
+        kind (type): The class.
+
+    Returns:
+        str | None: The message, with the remedy.
+    """
+    key = _feature_map_key(kind)
+    neck, _ = _neck(config.model)
+    if not key or not getattr(neck, '__module__', '').startswith('mmdet.models.necks'):
+        return None
+    without = ('type', 'init_cfg', '_scope_', 'sbp_cfg')
+    arguments = {argument: value for argument, value in config.model.backbone.items() if argument not in without}
+    scope = DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmdet'))
+    try:
+        with scope, torch.device('meta'), torch.no_grad():
+            backbone = kind(**arguments)
+            outputs = backbone(torch.zeros(2, arguments.get('in_channels', 3), 64, 64))
+    except Exception:  # noqa: BLE001  its code may need another device or size; a step reports what it raises
+        return None
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    shape = next((tuple(x.shape) for x in outputs if isinstance(x, torch.Tensor) and x.dim() == 2), None)
+    if shape is None:
+        return None
+    given = arguments.get(key, inspect.signature(kind).parameters[key].default)
+    return (
+        f'model.backbone: {name} with {key}={given!r} gives vectors of {shape[1]} channels, as for '
+        f'classification, but {neck.__name__} needs feature maps; set model.backbone.{key}={_FEATURE_MAPS[key]!r}'
+    )
+
+
+def _neck(model):
+    """Return class and config of the first neck of a detector."""
+    neck = model.get('neck') or {}
+    neck = neck[0] if isinstance(neck, (list, tuple)) else neck
+    kind = neck.get('type')
+    return MODELS.get(kind) if isinstance(kind, str) else kind, neck
+
+
+def _feature_map_key(kind):
+    """Return the argument of a class of backbones that decides whether it returns feature maps, or ``None``."""
+    parameters = inspect.signature(kind).parameters if isinstance(kind, type) else ()
+    return next((key for key in _FEATURE_MAPS if key in parameters), None)
+
+
+def is_ours(kind: type | None) -> bool:
+    """Return whether a class is of this package."""
+    return getattr(kind, '__module__', '').partition('.')[0] == 'sbp_mmdet'
