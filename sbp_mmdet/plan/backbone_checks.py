@@ -73,6 +73,8 @@ def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | Non
     given = neck.get('in_channels')
     if kind not in _NECKS or not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
         return None
+    if not hasattr(backbone, 'out_indices'):
+        return None
     there = [widths[i] for i in backbone.out_indices]
     if [*given] == there:
         return None
