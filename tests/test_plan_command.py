@@ -253,10 +253,11 @@ def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):
     page = capsys.readouterr().out
     assert 'fits into 5.12 GiB with exact' in page and 'reserved' in page.splitlines()[0]
     assert 'expandable_segments:True in the environment, the config as it is needs 4.66 GiB, which fits' in page
+    assert 'the first variant that fits, or else the smallest; the rest is left out' in page
     assert page.splitlines()[1].split()[2:] == ['3.73', 'GiB', '7.45', 'GiB', '5.59', 'GiB', 'too', 'much']
     command.main(['plan', FRCNN, '--budget', '4.9GB'])
     page = capsys.readouterr().out
-    assert 'expandable' not in page and 'reserved' not in page
+    assert 'expandable' not in page and 'reserved' not in page and 'is left out' not in page
 
 
 def test_what_is_printed(planning, capsys, monkeypatch):

@@ -24,7 +24,7 @@ from test_plan_sizes import coco, config_of
 
 from sbp_mmdet.plan import rehearse
 from sbp_mmdet.plan.command import main
-from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES
+from sbp_mmdet.plan.planner import CONTEXT, MARGIN, WORKSPACES, Row
 from sbp_mmdet.plan.quiet import without_reading_of_files
 from sbp_mmdet.plan.rehearse import DoesNotFit, build_largest_batch
 from sbp_mmdet.plan.restored import restored_state
@@ -94,8 +94,6 @@ def test_a_run_that_would_not_fit_is_stopped(project, monkeypatch):
     asked = []
 
     def rows(config, budget, case):
-        from sbp_mmdet.plan.planner import Row
-
         asked.append((budget, case))
         return [Row('none', 'exact', 9, False), Row('exact', 'exact', 8, True)]
 
@@ -260,6 +258,13 @@ def test_a_training_with_a_teacher_gets_advice_that_needs_no_count(monkeypatch):
     monkeypatch.setattr('sbp_mmdet.plan.counts.count_variants', lambda *args: pytest.fail('it was counted'))
     runner = SimpleNamespace(cfg=Config(dict(model=dict(type='SoftTeacher', detector=dict(type='FasterRCNN')))))
     assert "preset='exact_min'" in rehearse._advise(runner, 2**30, {})
+
+
+def test_the_smallest_variant_is_named_where_none_fits(monkeypatch):
+    rows = [Row(name, 'exact', need * 2**30, False) for name, need in (('none', 9), ('exact_min', 3), ('int8', 4))]
+    monkeypatch.setattr('sbp_mmdet.plan.counts.count_variants', lambda *args: rows)
+    said = rehearse._advise(SimpleNamespace(cfg=Config(dict(model=dict(type='FasterRCNN')))), 2**30, {})
+    assert 'no variant fits; the smallest, exact_min, needs 3.00 GiB' in said
 
 
 class Helper:

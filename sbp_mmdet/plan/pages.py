@@ -75,6 +75,10 @@ def format_plan(
         f'tensors, a margin of {100 * MARGIN:.0f} %, and {cuda} for CUDA.'
     )
     note += describe_run(config)
+    if args.verbose and len(rows) > 2:  # more than the config as it is and its plain model
+        note += (
+            '\nOf each preset, the table has the first variant that fits, or else the smallest; the rest is left out.'
+        )
     if best is not None and best.variant != 'with_cp' and any(row.fits and row.variant == 'with_cp' for row in rows):
         note += '\nwith_cp is there to compare with; it is chosen only where nothing else with exact gradients fits.'
     if best is None:

@@ -349,6 +349,7 @@ def _advise(runner, budget, batch_shape):
     from .counts import count_variants  # noqa: PLC0415
     from .planner import choose_row  # noqa: PLC0415
     from .snippet import format_heading, snippet  # noqa: PLC0415
+    from .tables import format_gib  # noqa: PLC0415
 
     if 'detector' in (runner.cfg.get('model') or {}):
         return (
@@ -356,11 +357,16 @@ def _advise(runner, budget, batch_shape):
             "custom_hooks=[dict(type='LeanHook', preset='exact_min')], a smaller batch or smaller images."
         )
     try:
-        best = choose_row(count_variants(runner.cfg, budget, batch_shape))
+        rows = count_variants(runner.cfg, budget, batch_shape)
     except Exception as error:  # noqa: BLE001  the message that the batch does not fit matters more than this one
         return f'The planner failed ({type(error).__name__}: {error}).'
+    best = choose_row(rows)
     if best is None:
-        return 'According to the planner no variant fits: use a smaller batch, smaller images or a smaller model.'
+        least = min(rows, key=lambda row: row.need)
+        return (
+            f'According to the planner no variant fits; the smallest, {least.variant}, needs {format_gib(least.need)}: '
+            'use a smaller batch, smaller images or a smaller model.'
+        )
     if best.variant == 'none':
         return 'According to the planner it should fit without changes: does another program use this GPU?'
     lines = snippet(runner.cfg, best.variant)
