@@ -74,38 +74,21 @@ def simulate_gpu():
         clear_caches()  # of tensors of this mode
 
 
-# Indices of the tensors that CUDA's kernel of an operation takes in one precision, with that of `out`.
-_IN_ONE_PRECISION = {
-    'mm': (0, 1),
-    'mv': (0, 1),
-    'dot': (0, 1),
-    'bmm': (0, 1),
-    'addmm': (0, 1, 2),
-    'addmv': (0, 1, 2),
-    'baddbmm': (0, 1, 2),
-    'convolution': (0, 1, 2),
-    'convolution_backward': (0, 1, 2),
-    'native_layer_norm': (0, 2, 3),
-    'native_layer_norm_backward': (0, 1, 5),
-    'native_group_norm': (0, 1, 2),
-    'native_group_norm_backward': (0, 1, 4),
-    'native_batch_norm_backward': (0, 1),
-    'cudnn_batch_norm_backward': (0, 1),
-    'avg_pool2d_backward': (0, 1),
-    'max_pool2d_with_indices_backward': (0, 1),
-    'index_add': (0, 3),
-    'index_add_': (0, 3),
-    'index_copy': (0, 3),
-    'index_copy_': (0, 3),
-    'index_put': (0, 2),
-    'index_put_': (0, 2),
-    'searchsorted': (0, 1),
-    '_softmax_backward_data': (0, 1),
-    '_scaled_dot_product_flash_attention': (0, 1, 2),
-    '_scaled_dot_product_flash_attention_backward': (0, 1, 2, 3, 4),
-    '_scaled_dot_product_efficient_attention': (0, 1, 2),
-    '_scaled_dot_product_efficient_attention_backward': (0, 1, 2, 3, 5),
+# Operations by the indices of the tensors that CUDA's kernel takes in one precision, with that of `out`.
+_OF_ONE_PRECISION = {
+    (0, 1): 'mm mv dot bmm native_batch_norm_backward cudnn_batch_norm_backward avg_pool2d_backward '
+    'max_pool2d_with_indices_backward searchsorted _softmax_backward_data',
+    (0, 2): 'index_put index_put_',
+    (0, 3): 'index_add index_add_ index_copy index_copy_',
+    (0, 1, 2): 'addmm addmv baddbmm convolution convolution_backward native_group_norm '
+    '_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention',
+    (0, 2, 3): 'native_layer_norm',
+    (0, 1, 5): 'native_layer_norm_backward',
+    (0, 1, 4): 'native_group_norm_backward',
+    (0, 1, 2, 3, 4): '_scaled_dot_product_flash_attention_backward',
+    (0, 1, 2, 3, 5): '_scaled_dot_product_efficient_attention_backward',
 }
+_IN_ONE_PRECISION = {name: places for places, names in _OF_ONE_PRECISION.items() for name in names.split()}
 
 
 class _OnePrecision(TorchDispatchMode):

@@ -301,8 +301,8 @@ FAULTS = {
     # Fusion of image and text, and attention with decomposed positions.
     'decomposed: shortcut': Fault(
         'decomposed_attention:_backward',
-        'torch.add(grad[where], through',
-        'torch.add(0 * grad[where], through',
+        'torch.add(grad[where], branch',
+        'torch.add(0 * grad[where], branch',
         'ViTDet',
     ),
     'decomposed: sums': Fault(

@@ -113,7 +113,7 @@ def test_several_precisions(family, change, amp):
 
 
 @needs_fp16
-@pytest.mark.parametrize('name', ['norm_linear', 'qkv'])
+@pytest.mark.parametrize('name', ['norm_linear', 'qkv', 'grn'])
 def test_gradients_of_the_input_of_a_norm_are_not_rounded_in_between(name):
     """Inputs with a deviation of 0.004 have gradients that fp16 cannot hold, but the input's fp32 can."""
     case = CASES[name]

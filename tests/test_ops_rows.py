@@ -48,7 +48,7 @@ def test_normalise_and_its_gradient(dtype):
     assert xhat.dtype == dtype and rstd.dtype == full
     assert relative_error(rstd, (x.var(1, correction=0, keepdim=True) + 1e-3).rsqrt()) < 4 * torch.finfo(full).eps
     assert relative_error(xhat, expected) < 4 * torch.finfo(dtype).eps
-    actual = folding.normalise_backward(grad, xhat, rstd)
+    actual = folding.normalise_backward(grad, xhat, rstd, dtype)
     assert actual.dtype == dtype
     assert relative_error(actual, expected_grad) < 4 * torch.finfo(dtype).eps
 

@@ -30,8 +30,8 @@ def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, runni
         squares += (rate**-2 - eps) * count + (total - own) ** 2 * number * count / (number + count)
         total = (number * total + count * own) / (number + count)
         number = number + count
-    running_mean.lerp_(total, momentum)
-    running_var.lerp_(squares / (number - 1), momentum)
+    running_mean.lerp_(total.to(running_mean), momentum)
+    running_var.lerp_((squares / (number - 1)).to(running_var), momentum)
     return total, (squares / number + eps).rsqrt()
 
 
@@ -89,15 +89,15 @@ class Processes:
         x.copy_(sum(every))
 
 
-def run_processes(maps, weight, norm, momentum=0.1):
-    """Return outputs, the gradients of each process, and running statistics. Thread 0 gets the first batch."""
+def run_processes(maps, weight, norm, momentum=0.1, dtype=torch.float64):
+    """Return outputs, gradients of each process, and running statistics in ``dtype``. Thread 0 gets the first batch."""
     processes, results = Processes(), {}
     settings = ConvNormSettings(norm='batch', process_group='both', momentum=momentum)
 
     def process(rank):
         processes.local.rank = rank
         x, *parameters = (p.clone().requires_grad_() for p in (maps[rank], weight, *norm))
-        running = torch.zeros_like(norm[0]), torch.ones_like(norm[0])
+        running = torch.zeros_like(norm[0], dtype=dtype), torch.ones_like(norm[0], dtype=dtype)
         y = conv_norm(settings, ConvNormTensors(x, parameters[0], None, *parameters[1:], *running))
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
         results[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
@@ -112,15 +112,16 @@ def run_processes(maps, weight, norm, momentum=0.1):
 
 
 @pytest.mark.parametrize('sizes', [(2, 3), (0, 3), (3, 0)], ids=str)
-def test_kernels_compute_what_is_written_out(sizes, monkeypatch):
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_kernels_compute_what_is_written_out(sizes, dtype, monkeypatch):
     torch.manual_seed(0)
     maps = [torch.randn(n, 3, 5, 4, dtype=torch.float64) for n in sizes]
     weight, norm = torch.randn(6, 3, 1, 1, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
-    wanted = run_processes(maps, weight, norm)
+    wanted = run_processes(maps, weight, norm, dtype=dtype)
     monkeypatch.setattr(map_norms, '_has_kernels', lambda z: True)
     for kernel in KERNELS:
         monkeypatch.setattr(torch, kernel.__name__, kernel)
-    results = run_processes(maps, weight, norm)
+    results = run_processes(maps, weight, norm, dtype=dtype)
     for rank in range(2):
         torch.testing.assert_close(results[rank], wanted[rank])
     z = F.conv2d(torch.cat(maps), weight)

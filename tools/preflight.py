@@ -256,13 +256,11 @@ def check_backbone(config: Config) -> None:
             text = f'{error}' if isinstance(error, (TypeError, ValueError)) else f'{type(error).__name__}: {error}'
             raise PreflightError(f'{config.filename}, {name}: {text}{remedy}') from error
         _check_scales(config, getattr(backbone, 'min_size', 1))
-    if 'sbp_mmdet' in sys.modules:  # the config has imported it
-        from sbp_mmdet.plan.backbone_checks import check_backbone  # noqa: PLC0415
+        if node is config.model.get('backbone'):
+            from sbp_mmdet.plan.backbone_checks import find_problems  # noqa: PLC0415  the config has imported it
 
-        try:
-            check_backbone(config)
-        except ValueError as error:
-            raise PreflightError(f'{config.filename}, {error}') from error
+            if problems := find_problems(config.model, name, backbone):
+                raise PreflightError(f'{config.filename}, {problems}')
 
 
 def _check_scales(config, min_size):

@@ -243,8 +243,7 @@ def _backward(settings, saved, grad, needs):
     layer = _layer_gradients(settings, t, needs, xhat, (dq, dk, dv), queries)
     dx = None
     if needs.x:
-        branch = torch.empty(xhat.shape, dtype=grad.dtype, device=grad.device)  # not rounded before the sum
-        branch = normalise_backward(_normed_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd, branch)
+        branch = normalise_backward(_normed_gradient(weight, dq, dk, dv, queries), xhat, saved.rstd, grad.dtype)
         seen = _tokens_with_gradients(settings, saved.keep)
         dx = grad + branch if seen is None else add_rows_(grad.clone(), seen, branch)
     return AttentionGradients(dx, *layer, *projection)

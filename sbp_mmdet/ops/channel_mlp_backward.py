@@ -309,7 +309,7 @@ class BackwardPass:
         dy = torch.mm(dh, weights.w1)
         del dh
         if self.folds:
-            return normalise_backward(dy, *normed, out)
+            return normalise_backward(dy, *normed, self.saved.dtype, out)
         dx, *of_norm = weights.norm.backward(dy, normed[0], normed[1:], self.of_norm)
         for name, gradient in zip(('norm_weight', 'norm_bias'), of_norm, strict=True):
             if gradient is not None:

@@ -90,12 +90,14 @@ class GRNSaved(NamedTuple):
         rstd (Tensor | None): Its reciprocal deviation, shape (N, L, 1).
         response (Tensor): G, shape (N, D).
         given (GRNTensors): Parameters, factor and convolution.
+        dtype (torch.dtype): Precision of the input.
     """
 
     xhat: Stored | None
     rstd: Tensor | None
     response: Tensor
     given: GRNTensors
+    dtype: torch.dtype
 
 
 class _Weights(NamedTuple):
@@ -147,8 +149,8 @@ def _forward(settings, tensors, needs):
     out = add_branch(t.shortcut, [(Chunk.whole(branch), branch)], t.gamma, t.factor, settings.dtype)
     given = t._replace(x=None, shortcut=None)
     if t.conv is not None:
-        return out, GRNSaved(None, None, response, given)
-    return out, GRNSaved(store(xhat, settings.form.storage), rstd, response, given)
+        return out, GRNSaved(None, None, response, given, t.x.dtype)
+    return out, GRNSaved(store(xhat, settings.form.storage), rstd, response, given, t.x.dtype)
 
 
 def _backward(settings, saved, grad, needs):
@@ -180,7 +182,7 @@ def _backward(settings, saved, grad, needs):
     for image, rows in _parts(settings, xhat, weights):
         part = xhat[image, rows], scaled[image, rows]
         dx[image, rows] = _add_first_layer(settings, weights, response.scale[image], through[image], sums, *part)
-    dx = in_shape(normalise_backward(dx, xhat, rstd), grad.shape) if needs.x else None
+    dx = in_shape(normalise_backward(dx, xhat, rstd, saved.dtype), grad.shape) if needs.x else None
     first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
     of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
     second = unscale(sums.outer, total, t.weight2, t.bias2, t.gamma, unit)

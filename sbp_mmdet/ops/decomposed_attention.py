@@ -231,9 +231,8 @@ def _backward(s, saved, grad, needs):
         for name, gradient in zip(names, gradients, strict=False):
             sums[name] += gradient
         if needs.x:
-            through = torch.empty_like(gradients[-1], dtype=grad.dtype)  # not rounded before the sum
-            through = normalise_backward(gradients[-1], xhat[where], saved.rstd[where], through)
-            torch.add(grad[where], through, out=dx[where])
+            branch = normalise_backward(gradients[-1], xhat[where], saved.rstd[where], grad.dtype)
+            torch.add(grad[where], branch, out=dx[where])
     return DecomposedGradients(x=dx, **sums)
 
 

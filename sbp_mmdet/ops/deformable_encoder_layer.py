@@ -20,8 +20,8 @@ from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
 from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
-from .common.normed import Normed, norm
-from .common.precision import Sum, add_to, cast_all, column_sums, promoted
+from .common.normed import Normed, norm, norm_backward
+from .common.precision import Sum, add_to, cast_all, column_sums
 from .common.row_sampling import draw
 from .deformable_attention import (
     FIXED,
@@ -100,15 +100,6 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
     attention = in_precision(settings.attention, tensors.x)
     ffn = dataclasses.replace(settings.ffn, dtype=attention.dtype)
     return _encoder_layer(dataclasses.replace(settings, attention=attention, ffn=ffn), tensors)
-
-
-def _norm_backward(grad, x, statistics, weight, bias):
-    """Compute the gradients of a layer norm: of input, weight and bias."""
-    if x.dtype is not weight.dtype:
-        dtype = promoted(x.dtype, weight.dtype)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-    backward = torch.ops.aten.native_layer_norm_backward.default
-    return backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
 
 
 def _attention_tensors(t, x):
@@ -199,7 +190,7 @@ class _Rows:
 
     def _norm_backward(self, name, grad, x, statistics):
         weight, bias = f'{name}_weight', f'{name}_bias'
-        grad, *gradients = _norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
+        grad, *gradients = norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
         add_to([self.sums[weight], self.sums[bias]], gradients)
         return grad
 

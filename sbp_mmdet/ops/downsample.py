@@ -152,8 +152,7 @@ def _backward(settings, saved, grad, needs):
 
 def _input_gradient(saved, incoming, w, xhat, shape):
     # The product has no name, so it is freed while the backward pass of the norm works on a copy in fp32.
-    rows = torch.empty(xhat.shape, dtype=saved.dtype, device=xhat.device)
-    rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1), rows)
+    rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1), saved.dtype)
     kept = shape[1] if saved.keep is None else len(saved.keep)
     tokens = put_together(rows.view(shape[0], kept, w.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:

@@ -120,7 +120,7 @@ def _backward(settings, saved, grad, needs):
         xhat, rstd = normalise(saved.conv.run().permute(0, 2, 3, 1), settings.eps, grad.dtype)
     dx = None
     if needs.x:
-        dx = normalise_backward(grad * saved.weight, xhat, rstd).to(saved.input_dtype)
+        dx = normalise_backward(grad * saved.weight, xhat, rstd, saved.input_dtype)
         dx = laid_out(dx.permute(0, 3, 1, 2), saved.layout)
     return NormGradients(dx, (grad * xhat).sum((0, 1, 2)), grad.sum((0, 1, 2)))
 

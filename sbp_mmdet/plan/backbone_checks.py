@@ -10,9 +10,10 @@ from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from torch import nn
 
+from ..surgery import stock_class
 from .errors import describe_error
 
-__all__ = ['STANDS_IN', 'check_backbone', 'find_flat_outputs', 'find_neck_mismatch', 'is_ours']
+__all__ = ['STANDS_IN', 'check_backbone', 'find_problems', 'is_ours']
 
 # Backbones of packages that may be missing -> the backbone of this package with the same arguments and parameters.
 STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
@@ -50,30 +51,32 @@ def check_backbone(config: Config) -> None:
         text = f'{error}' if isinstance(error, ValueError) else describe_error(error)
         raise ValueError(f'model.backbone: {text}') from error
     name = name if isinstance(name, str) else kind.__name__
-    problems = find_neck_mismatch(config.model, name, backbone), find_flat_outputs(config, name, kind)
-    if any(problems):
-        raise ValueError('; '.join(filter(None, problems)))
+    if problems := find_problems(config.model, name, backbone):
+        raise ValueError(problems)
 
 
-def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | None:
-    """Return an error message if the neck's ``in_channels`` differ from the backbone's output channels, else ``None``.
-
-    In other necks than those of :data:`_NECKS`, ``in_channels`` may have another meaning.
+def find_problems(model: dict, name: str, backbone: nn.Module) -> str | None:
+    """Return why the neck does not accept what a backbone returns, with the remedy, or ``None`` if it does.
 
     Args:
         model (dict): Config of a detector.
         name (str): Name of the backbone's class.
-        backbone (nn.Module): The backbone.
+        backbone (nn.Module): The backbone, on the device 'meta'.
+    """
+    problems = _find_neck_mismatch(model, name, backbone), _find_flat_outputs(model, name, backbone)
+    return '; '.join(filter(None, problems)) or None
 
-    Returns:
-        str | None: The message, with the remedy.
+
+def _find_neck_mismatch(model, name, backbone):
+    """Return a message if the neck's ``in_channels`` differ from the backbone's output channels, else ``None``.
+
+    In other necks than those of :data:`_NECKS`, ``in_channels`` may have another meaning.
     """
     widths = getattr(backbone, 'num_features', getattr(backbone, 'channels', None))  # of the stages
     kind, neck = _neck(model)
     given = neck.get('in_channels')
-    if kind not in _NECKS or not isinstance(widths, (list, tuple)) or not isinstance(given, (list, tuple)):
-        return None
-    if not hasattr(backbone, 'out_indices'):
+    lists = isinstance(widths, (list, tuple)) and isinstance(given, (list, tuple))
+    if kind not in _NECKS or not lists or not hasattr(backbone, 'out_indices'):
         return None
     there = [widths[i] for i in backbone.out_indices]
     if [*given] == there:
@@ -89,28 +92,15 @@ def find_neck_mismatch(model: dict, name: str, backbone: nn.Module) -> str | Non
     )
 
 
-def find_flat_outputs(config: Config, name: str, kind: type) -> str | None:
-    """Return an error message if a backbone returns vectors, as for classification, to a neck of mmdet, else ``None``.
-
-    Args:
-        config (Config): Config of a detector.
-        name (str): Name of its backbone's class.
-        kind (type): The class.
-
-    Returns:
-        str | None: The message, with the remedy.
-    """
+def _find_flat_outputs(model, name, backbone):
+    """Return a message if a backbone returns vectors, as for classification, to a neck of mmdet, else ``None``."""
+    kind, (neck, _), arguments = stock_class(type(backbone)), _neck(model), model['backbone']
     key = _feature_map_key(kind)
-    neck, _ = _neck(config.model)
     if not key or not getattr(neck, '__module__', '').startswith('mmdet.models.necks'):
         return None
-    without = ('type', 'init_cfg', '_scope_', 'sbp_cfg')
-    arguments = {argument: value for argument, value in config.model.backbone.items() if argument not in without}
-    scope = DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmdet'))
     try:
-        with scope, torch.device('meta'), torch.no_grad():
-            backbone = kind(**arguments)
-            outputs = backbone(torch.zeros(2, arguments.get('in_channels', 3), 64, 64))
+        with torch.no_grad():
+            outputs = backbone(torch.zeros(2, arguments.get('in_channels', 3), 64, 64, device='meta'))
     except Exception:  # noqa: BLE001  its code may need another device or size; a step reports what it raises
         return None
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]

@@ -161,7 +161,9 @@ def _zeros_and_ones(number, dtype, device):
     return zeros, torch.ones_like(zeros)
 
 
-def normalise_backward(grad: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor | None = None) -> Tensor:
+def normalise_backward(
+    grad: Tensor, xhat: Tensor, rstd: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """Compute the gradient of a norm's input from that of x-hat.
 
         dx = rstd * (dx-hat - mean(dx-hat) - x-hat * mean(dx-hat * x-hat)),   means over the channels
@@ -172,16 +174,17 @@ def normalise_backward(grad: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor | N
         grad (Tensor): Gradient of x-hat, (..., C).
         xhat (Tensor): The normalised input, of the same shape.
         rstd (Tensor): Reciprocal deviation in full precision, (..., 1).
+        dtype (torch.dtype): Precision of the norm's input, and so of the result.
         out (Tensor | None): Where the result is written, of any strides. If ``None``, a new tensor. Default: None.
 
     Returns:
         Tensor: Gradient of the norm's input, (..., C).
     """
-    out = torch.empty_like(grad) if out is None else out
-    dtype, channels = grad.dtype, grad.shape[-1]
+    out = torch.empty_like(grad, dtype=dtype) if out is None else out
+    channels = grad.shape[-1]
     if grad.dim() > 2:
         grad, xhat = grad.reshape(-1, channels), xhat.reshape(-1, channels)
-    if grad.device.type == 'cpu' and dtype != rstd.dtype:
+    if grad.device.type == 'cpu' and grad.dtype != rstd.dtype:
         grad, xhat = grad.to(rstd.dtype), xhat.to(rstd.dtype)
     zero, one = unit_statistics(grad.shape[0], rstd.dtype, rstd.device)
     dx, _, _ = torch.ops.aten.native_layer_norm_backward.default(

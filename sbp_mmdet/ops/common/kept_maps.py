@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_scope
-from .precision import FEW, accumulator, cast, compute_in_parts
+from .precision import FEW, LARGEST_ON_CPU, accumulator, cast, compute_in_parts
 from .uncompiled import uncompiled
 
 __all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
@@ -18,7 +18,6 @@ aten = torch.ops.aten
 DEEPEST = 3  # largest number of maps that are added up in the backward pass; a sum of more maps is saved itself
 
 _ROUNDED = 2**24  # elements that are rounded at a time: their copy in full precision takes 64 MB
-_COMPUTED = 2**19  # elements that a CPU converts at a time, so that it makes no copy in full precision either
 _LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
 _GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
@@ -208,9 +207,9 @@ def _affine_of_groups(x, scale, shift, dtype):
     if x.is_cuda:  # in one pass, in the layout of x, without a copy in full precision
         return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
     if scale.dtype is not dtype:
-        if x.numel() > _COMPUTED:
+        if x.numel() > LARGEST_ON_CPU:  # nor here, not even where the planner rounds in the parts of a GPU
             in_full = functools.partial(_affine_of_groups, dtype=scale.dtype)
-            return compute_in_parts(in_full, x, scale, shift, most=_COMPUTED, dtype=dtype)
+            return compute_in_parts(in_full, x, scale, shift, most=LARGEST_ON_CPU, dtype=dtype)
         return _affine_of_groups(x, scale, shift, scale.dtype).to(dtype)
     if x.numel() < FEW or (x.is_floating_point() and not x.is_contiguous()):
         return torch.addcmul(shift, x, scale)

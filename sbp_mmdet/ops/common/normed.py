@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .precision import promoted
 
-__all__ = ['Normed', 'norm']
+__all__ = ['Normed', 'norm', 'norm_backward']
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,10 +22,36 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, T
     Returns:
         tuple[Tensor, Tensor, Tensor]: Output, mean, reciprocal deviation.
     """
-    if x.dtype is not weight.dtype:  # CUDA's kernel takes one precision
-        dtype = promoted(x.dtype, weight.dtype)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    if x.dtype is not weight.dtype:
+        x, weight, bias = _in_one_precision(x, weight, bias)
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, statistics: tuple[Tensor, Tensor], weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of :func:`norm`.
+
+    Args:
+        grad (Tensor): Gradient of the output, shape (..., C).
+        x (Tensor): Input, of the same shape.
+        statistics (tuple[Tensor, Tensor]): Mean and reciprocal deviation.
+        weight (Tensor): Shape (C,).
+        bias (Tensor): Shape (C,).
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Gradients of input, weight and bias.
+    """
+    if x.dtype is not weight.dtype:
+        x, weight, bias = _in_one_precision(x, weight, bias)
+    backward = torch.ops.aten.native_layer_norm_backward.default
+    return backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
+
+
+def _in_one_precision(x, weight, bias):
+    """Return all in the higher precision of input and weight: CUDA's kernel takes one."""
+    dtype = promoted(x.dtype, weight.dtype)
+    return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
 class Normed(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 __all__ = [
     'FEW',
     'FULL',
+    'LARGEST_ON_CPU',
     'LARGEST_PART',
     'Stored',
     'Sum',
@@ -41,7 +42,8 @@ _LONGEST_SUM = 8192
 _ROUNDED = 2**22
 # Most elements of `compute_in_parts` by device, whatever its argument. On a CPU, copies then stay in the cache of a
 # core, which takes less than half of the time.
-LARGEST_PART = dict(cpu=2**19)
+LARGEST_ON_CPU = 2**19
+LARGEST_PART = dict(cpu=LARGEST_ON_CPU)
 # Elements that cost less than a call of torch.
 FEW = 2**14
 # Full precision.
