@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .ops.roi_chunks import ROIS
-from .passes import has_hooks_of_others
+from .passes import PLANNER, has_hooks_of_others
 from .surgery import stock_class
 
 __all__ = ['computes_rois_one_by_one', 'runs_in_chunks']
@@ -25,7 +25,6 @@ _LAYERS = (
     *(mmcv.cnn.Conv2d, mmcv.cnn.ConvTranspose2d, mmcv.cnn.Linear, mmcv.cnn.ConvModule),
     *(ResLayer, resnet.Bottleneck, resnet.BasicBlock),
 )
-_PLANNER = 'sbp_mmdet.plan.'  # module of hooks that only observe
 
 
 def computes_rois_one_by_one(head: nn.Module) -> bool:
@@ -54,6 +53,6 @@ def runs_in_chunks(head: nn.Module, x: Tensor) -> bool:
     """
     norms = (m for m in head.modules() if isinstance(m, _BatchNorm))
     apart = not any(norm.training or norm.running_mean is None for norm in norms)
-    hooked = any(has_hooks_of_others(m, _PLANNER) for m in head.modules() if m is not head)  # by FSDP
+    hooked = any(has_hooks_of_others(m, PLANNER) for m in head.modules() if m is not head)  # by FSDP
     # The head's layers may have been replaced.
     return len(x) > ROIS and apart and not hooked and computes_rois_one_by_one(head)

@@ -20,6 +20,7 @@ from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
 
 __all__ = [
+    'PLANNER',
     'DrawsInPasses',
     'HandingOn',
     'attach_draws',
@@ -35,8 +36,9 @@ _LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', '
 # Folders in mmdet's `projects/`. A folder of another name there is the user's own.
 _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'SparseInst', 'ViTDet')
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
+PLANNER = 'sbp_mmdet.plan.'  # modules of hooks that only observe
 # Modules whose hooks only observe, so that feature maps are handed on in spite of them.
-_WATCHERS = ('torch.distributed.', 'sbp_mmdet.plan.')
+_WATCHERS = ('torch.distributed.', PLANNER)
 # torch saves the noise of this class before it draws it, and a checkpoint stops its recomputation in between.
 _NOT_RECOMPUTABLE = (nn.RReLU,)
 _DEPTH = 2  # levels below the outermost known module that open a scope of their own where that one does not

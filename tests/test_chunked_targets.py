@@ -18,6 +18,7 @@ from mmengine.structures import InstanceData, PixelData
 from sbp_mmdet.chunked_targets import targets_in_chunks
 from sbp_mmdet.chunked_targets.mask_heads import CroppedInChunks
 from sbp_mmdet.plan.memory import LiveBytes
+from sbp_mmdet.plan.parts import PartTracker
 
 FLOAT = 4
 
@@ -171,8 +172,9 @@ def build_maskformer_head():
     return head, scores, masks, truth
 
 
-def test_losses_of_maskformer_run_again():
-    """Each image is assigned once, and no map of the size of an image is saved."""
+@pytest.mark.parametrize('planned', [False, True])
+def test_losses_of_maskformer_run_again(planned):
+    """Each image is assigned once, and no map of the size of an image is held, not even where the planner looks."""
     head, scores, masks, truth = build_maskformer_head()
     assign = head.assigner.assign
     head.assigner.assign = lambda *args, **kwargs: calls.append(1) or assign(*args, **kwargs)
@@ -189,12 +191,21 @@ def test_losses_of_maskformer_run_again():
     assert len(calls) == 2
     for _ in range(2):  # twice is once
         assert 'mask losses in the model' in targets_in_chunks(head)
+    if planned:
+        detector = torch.nn.Module()
+        detector.panoptic_head = head
+        PartTracker(detector)
     actual, after = losses()
     assert len(calls) == 2  # one for each image
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
     maps = truth[0].masks.numel() * FLOAT
     assert before > 8 * maps and after < maps
+    head.loss_mask.pairs_at_a_time = 2**10
+    leaves = [t.clone().requires_grad_() for t in (scores, masks)]
+    with LiveBytes() as counter:
+        alive = head._loss_by_feat_single(*leaves, truth, [{}] * 2)
+    assert counter.live < maps and alive
 
 
 def test_losses_of_maskformer_may_change_before_the_backward_pass():

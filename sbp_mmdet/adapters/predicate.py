@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..library_code import check_code_once, replaced_code
+from ..passes import has_hooks_of_others
 from ..surgery import stock_class
 from .copies import original, path_of
 from .roles import ROLES
@@ -155,13 +156,14 @@ def _is(kind: type, known: type | str) -> bool:
     return kind is known or path_of(kind) == known or (original(kind) is not kind and _is(original(kind), known))
 
 
-def interference(module: nn.Module) -> str | None:
+def interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | None:
     """Return what a call of a module runs besides the forward of its class, or ``None`` if it runs nothing else.
 
     Args:
         module (nn.Module): The module.
+        observers (tuple[str, ...]): Beginnings of the names of modules whose forward hooks are ignored. Default: ().
     """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if module._backward_hooks or module._backward_pre_hooks or has_hooks_of_others(module, observers):
         return 'it has hooks, which a bypass would skip'
     if module.__dict__.get('_compiled_call_impl') is not None:
         return 'it is compiled'

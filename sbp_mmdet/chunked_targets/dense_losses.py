@@ -56,10 +56,11 @@ class _SumsInChunks(Mixin):
         trains = torch.is_grad_enabled() and pred.requires_grad and pred.dim() == 2
         if not (trains and adds_up and constant and apart and len(pred) > rows):
             return super().forward(pred, target, weight, **options)
-        own = super().forward
+        own, several = super().forward, isinstance(target, (tuple, list))
 
+        # The node holds this function, which must not hold the targets: within a checkpoint they are freed.
         def part(pred, weight, *targets):
-            return own(pred, tuple(targets) if isinstance(target, (tuple, list)) else targets[0], weight, **options)
+            return own(pred, targets if several else targets[0], weight, **options)
 
         return apply_function(_Sum, part, self, rows, pred, weight, *targets)
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..adapters.predicate import interference
 from ..ops.common.module_state import ModuleState, submodules
-from ..passes import of_known_library
+from ..passes import PLANNER, of_known_library
 from ..surgery import Mixin, has_methods_of, mix_into_known
 
 __all__ = ['query_heads_in_chunks']
@@ -49,7 +49,7 @@ class _CheckpointedLosses(Mixin):
 
     def _loss_by_feat_single(self, *args):
         losses = submodules([self.loss_cls, self.loss_mask, self.loss_dice])
-        if not all(of_known_library(loss) and not interference(loss) for loss in losses):
+        if not all(of_known_library(loss) and not interference(loss, (PLANNER,)) for loss in losses):
             return super()._loss_by_feat_single(*args)
         assigned, parts, state = [], [self, *losses], None
 

@@ -23,7 +23,7 @@ from ..chunked_targets import overlaps as in_place
 from ..chunked_targets.assigners import LARGEST_STRIP
 from ..chunked_targets.mask_heads import CroppedInChunks
 from ..ops.common.layouts import CHUNK
-from ..ops.common.precision import LARGEST_PART
+from ..ops.common.precision import ROUNDED
 
 __all__ = ['autocast', 'autocast_rules', 'cuda_kernels', 'full_fp32']
 
@@ -148,7 +148,7 @@ def cuda_kernels(counter, compute: bool):
         _rules_in_replays(),
         mock.patch.dict(CHUNK, cpu=CHUNK['cuda']),
         mock.patch.dict(LARGEST_STRIP, clear=True),
-        mock.patch.dict(LARGEST_PART, clear=True),
+        mock.patch.dict(ROUNDED, cpu=ROUNDED['cuda']),
         mock.patch.object(NMSop, 'forward', staticmethod(nms_in_full)),
         mock.patch.object(Tensor, 'cuda', lambda tensor, *args, **kwargs: tensor),
         _roi_align(counter, compute, unneeded),

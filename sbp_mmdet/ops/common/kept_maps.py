@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .activations import Activation
 from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_scope
-from .precision import FEW, LARGEST_ON_CPU, accumulator, cast, compute_in_parts
+from .precision import FEW, accumulator, cast, compute_in_parts
 from .uncompiled import uncompiled
 
 __all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 DEEPEST = 3  # largest number of maps that are added up in the backward pass; a sum of more maps is saved itself
 
-_ROUNDED = 2**24  # elements that are rounded at a time: their copy in full precision takes 64 MB
+_CONVERTED = 2**19  # elements that a CPU converts at a time, so that it makes no copy in full precision either
 _LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
 _GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
@@ -207,9 +207,9 @@ def _affine_of_groups(x, scale, shift, dtype):
     if x.is_cuda:  # in one pass, in the layout of x, without a copy in full precision
         return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
     if scale.dtype is not dtype:
-        if x.numel() > LARGEST_ON_CPU:  # nor here, not even where the planner rounds in the parts of a GPU
+        if x.numel() > _CONVERTED:
             in_full = functools.partial(_affine_of_groups, dtype=scale.dtype)
-            return compute_in_parts(in_full, x, scale, shift, most=LARGEST_ON_CPU, dtype=dtype)
+            return compute_in_parts(in_full, x, scale, shift, dtype=dtype, most=_CONVERTED)
         return _affine_of_groups(x, scale, shift, scale.dtype).to(dtype)
     if x.numel() < FEW or (x.is_floating_point() and not x.is_contiguous()):
         return torch.addcmul(shift, x, scale)
@@ -257,14 +257,14 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         # (0, max] has 252 steps, which are kept as -126 ... 125 and read as (n + 126.5) * unit, the middle of each.
         unit = x.amax((2, 3), keepdim=True).to(full) / 252
         scale = unit.clamp_min(torch.finfo(full).tiny)
-        return KeptMap(_rounded(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
+        return KeptMap(compute_in_parts(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
     groups = _in_groups(x, _groups(x))
     low, high = _limits(groups, full)
     unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
     if threshold is None:
         # n = round((x - low) / unit) - 127 in [-127, 125], read as n * unit + low + 127 * unit.
-        steps = _rounded(lambda *part: _scaled(*part).round_(), groups, rate, -127 - low * rate)
+        steps = compute_in_parts(lambda *part: _scaled(*part).round_(), groups, rate, -127 - low * rate)
         base = torch.add(low, unit, alpha=127)
     else:
         # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
@@ -277,7 +277,7 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
         threshold = threshold.clamp(low - unit, high)
         lowest = ((low - threshold) * rate).floor_()
         numbers = rate, -threshold * rate, lowest + 127
-        steps = _rounded(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
+        steps = compute_in_parts(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
         base = threshold + (lowest + 126.5) * unit
     if unit.dim() == 5:
         unit, base = unit.squeeze(4), base.squeeze(4)
@@ -290,10 +290,6 @@ def _in_groups(x, number):
     if x.is_contiguous():
         return x.view(n, channels, number, height // number * width)
     return x.view(n, channels, number, height // number, width)
-
-
-def _rounded(compute, x, *numbers):
-    return compute_in_parts(compute, x, *numbers, most=_ROUNDED)
 
 
 def _limits(groups, dtype):

@@ -14,8 +14,7 @@ from torch import Tensor
 __all__ = [
     'FEW',
     'FULL',
-    'LARGEST_ON_CPU',
-    'LARGEST_PART',
+    'ROUNDED',
     'Stored',
     'Sum',
     'accumulate',
@@ -37,13 +36,9 @@ __all__ = [
 # Number of rows that a product of fp16 matrices is summed over at a time. The result is in fp16 too, and its columns
 # may have been scaled by their maximum, so a longer sum could exceed 65504 whatever the loss scale is.
 _LONGEST_SUM = 8192
-# Most elements that are rounded to eight bits at a time, but at least an image: it bounds the memory of their copy in
-# full precision.
-_ROUNDED = 2**22
-# Most elements of `compute_in_parts` by device, whatever its argument. On a CPU, copies then stay in the cache of a
-# core, which takes less than half of the time.
-LARGEST_ON_CPU = 2**19
-LARGEST_PART = dict(cpu=LARGEST_ON_CPU)
+# Most elements that are rounded to eight bits at a time, by device. On a GPU, their copy in full precision takes 64 MB;
+# on a CPU it stays in the cache of a core, which takes less than half of the time.
+ROUNDED = dict(cpu=2**19, cuda=2**24)
 # Elements that cost less than a call of torch.
 FEW = 2**14
 # Full precision.
@@ -334,12 +329,11 @@ def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stor
         return Stored(x)
     scale = cast(_magnitude(x, positions), accumulator(x)) / 127
     divisor = scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    values = compute_in_parts(_rounded, x, divisor, most=max(_ROUNDED, x.numel() // x.shape[0]))
-    return Stored(values, scale)
+    return Stored(compute_in_parts(_rounded, x, divisor), scale)
 
 
 def compute_in_parts(
-    compute: Callable, x: Tensor, *numbers: Tensor, most: int, dtype: torch.dtype = torch.int8
+    compute: Callable, x: Tensor, *numbers: Tensor, dtype: torch.dtype = torch.int8, most: int | None = None
 ) -> Tensor:
     """Return ``compute(x, *numbers)`` in ``dtype``, in parts if ``x`` is large.
 
@@ -347,10 +341,10 @@ def compute_in_parts(
         compute (Callable): Function of a part of each tensor, which returns a tensor of any precision.
         x (Tensor): Shape (N, ...), with two dimensions or more.
         *numbers (Tensor): Broadcastable to ``x``, with as many dimensions.
-        most (int): Number of elements of a part at most; :data:`LARGEST_PART` comes first.
         dtype (torch.dtype): Precision of the result. Default: int8, for integers between -128 and 127.
+        most (int | None): Number of elements of a part at most. If ``None``, that of :data:`ROUNDED`. Default: None.
     """
-    most, size = LARGEST_PART.get(x.device.type, most), x.numel()
+    most, size = most or ROUNDED['cuda' if x.is_cuda else 'cpu'], x.numel()
     if size <= most:
         return compute(x, *numbers).to(dtype)
     values, inner = torch.empty_like(x, dtype=dtype), range(1, x.dim())
