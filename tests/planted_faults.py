@@ -61,8 +61,8 @@ FAULTS = {
     # Eight bits.
     'int8: step too large': Fault(
         'common.precision:store',
-        'return Stored(values, scale)',
-        'return Stored(values, scale * 1.03)',
+        'x, divisor), scale)',
+        'x, divisor), scale * 1.03)',
         'ConvNeXt',
         'int8',
     ),

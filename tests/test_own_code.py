@@ -330,7 +330,7 @@ def test_a_count_leaves_nothing_behind():
     config = load_config('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py')
     measure_detector(with_variant(config, 'exact'), batch=1, height=512, width=512, boxes=2)
     xhat, rstd = normalise(x, 1e-6, torch.float32)
-    found = normalise_backward(grad, xhat, rstd)
+    found = normalise_backward(grad, xhat, rstd, torch.float32)
     (expected,) = torch.autograd.grad(nn.functional.layer_norm(x.requires_grad_(), (8,), eps=1e-6), x, grad)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
