@@ -156,9 +156,9 @@ def _size_of_stage(stage):
     return IMAGES[0], IMAGES[2] // 4 >> stage, IMAGES[3] // 4 >> stage
 
 
-def _build_convnext(stage):
+def _build_convnext(stage, **settings):
     def build(keys):
-        model = SBPConvNeXt(dict(depths=[1] * 4, channels=[128, 256, 512, 1024]), sbp_cfg=keys)
+        model = SBPConvNeXt(dict(depths=[1] * 4, channels=[128, 256, 512, 1024]), sbp_cfg=keys, **settings)
         block = model.stages[stage][0]
         block.drop_path = DropPath(0.2)
         n, h, w = _size_of_stage(stage)
@@ -309,6 +309,7 @@ def _simulate_two_processes():
 BLOCKS = {
     'ConvNeXt-B, stage 1': _build_convnext(0),
     'ConvNeXt-B, stage 3': _build_convnext(2),
+    'ConvNeXt V2-B, stage 3': _build_convnext(2, use_grn=True, layer_scale_init_value=0.0),
     'Swin-B, stage 1, shifted': _build_swin(0),
     'Swin-B, stage 3, shifted': _build_swin(2),
     'ViT-B': _build_vit,

@@ -141,14 +141,17 @@ FAULTS = {
         'ConvNeXt V2',
     ),
     'GRN: response in the backward pass': Fault(
-        'channel_mlp_grn:_add_first_layer', 'da = da.add_((a * through).to(settings.dtype))', '', 'ConvNeXt V2'
+        'channel_mlp_grn:_hidden_gradient',
+        'da = da.add_(_by_image(chunk, a) * through[images].unsqueeze(1))',
+        '',
+        'ConvNeXt V2',
     ),
     'GRN: weight': Fault(
         'channel_mlp_grn:_backward', '(sums.responses * response.relative)', 'sums.responses', 'ConvNeXt V2'
     ),
     'GRN: bias': Fault('channel_mlp_grn:_add_second_layer', 'column_sums(du)', 'column_sums(du * a)', 'ConvNeXt V2'),
     'GRN: norm of another image': Fault(
-        'channel_mlp_grn:_add_second_layer', 'response.scale[image]', 'response.scale[0]', 'ConvNeXt V2'
+        'channel_mlp_grn:_add_second_layer', 'response.scale[chunk.images]', 'response.scale[:1]', 'ConvNeXt V2'
     ),
     # Feed-forward networks.
     'FFN: activation': Fault('ffn:FeedForward.backward', 'act(drawn.of(hidden))', 'drawn.of(hidden)', 'FFN'),

@@ -16,6 +16,7 @@ from sbp_mmdet.ops.common import precision as precision
 LIMITS = {
     ('ConvNeXt-B, stage 1', 'fp16'): dict(exact=(90, 0.91), int8=(104, 1.02), sampled=(187, 0.95), sbp=(73, 0.72)),
     ('ConvNeXt-B, stage 3', 'fp16'): dict(exact=(64, 1.0), int8=(78, 1.12), sampled=(118, 1.06), sbp=(67, 0.81)),
+    ('ConvNeXt V2-B, stage 3', 'fp16'): dict(exact=(112, 0.68), int8=(123, 0.72), sampled=(188, 0.71)),
     ('Swin-B, stage 1, shifted', 'fp16'): dict(
         exact=(181, 1.03), exact_min=(268, 1.22), int8=(247, 1.1), sampled=(427, 1.08), sbp=(170, 0.96)
     ),

@@ -192,7 +192,7 @@ def test_estimates(name, sample, means, monkeypatch):
     monkeypatch.setattr(ops_cases, 'output_gradient', make_uneven(ops_cases.output_gradient))
     case = CASES[name]
     sizes = {} if name == 'norm_linear' or name == 'windows' else dict(gamma=None)
-    tensors, given = case.inputs(**sizes, **dict(n=1) if name == 'grn' else {})  # which takes image by image
+    tensors, given = case.inputs(**sizes)
     tensors['norm_bias'] = None
     actual = differentiate(run_sampled(name, *sample, given, **WHOLE.get(name, {})), tensors)
     shared = [] if name in WHOLE else None

@@ -10,12 +10,14 @@ s = sum over the positions of du * a, the gradient that reaches a is
 
     da = (1 + w n) du + a / G * dG,   dG = w s / m - mean over the channels of (w s G) / m^2.
 
-dG needs the sum over all positions first. So the backward pass recomputes the hidden layer twice, in chunks: for s and
-the gradients of the second layer, and for da and the gradients of the first.
+dG needs the sum over all positions first. So the backward pass goes through the chunks twice: for s and the gradients
+of the second layer, and for da and the gradients of the first. The second pass goes back, because the hidden layer of
+the chunk that the first pass ended with is still there: a single chunk is not computed again.
 """
 
 import dataclasses
 import types
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ from .common.folding import (
     unfold,
     unscale,
 )
-from .common.layouts import Chunk, chunks, in_shape, tokens_of
+from .common.layouts import chunks, in_shape, tokens_of
 from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, in_range, store, zeros_for
 from .common.rerun_conv import Conv
 from .common.row_sampling import draw
@@ -135,18 +137,22 @@ def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
 def _forward(settings, tensors, needs):
     t, weights = tensors, _Weights.folded(tensors, settings.dtype)
     xhat, rstd = normalise(tokens_of(t.x), settings.eps, settings.dtype)
+    parts = chunks(*xhat.shape[:2], len(weights.w1), xhat.device, settings.chunk)
+    activations = _LastChunk(lambda chunk: _activate(settings, weights.hidden(chunk.take_rows(xhat))))
     # First pass over the positions: G. Second pass: u and y.
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
-    for image, rows in _parts(settings, xhat, weights):
-        a = F.gelu(weights.hidden(xhat[image, rows]), approximate=settings.approximate)
-        response[image] += a.to(response.dtype).square_().sum(0)
+    for chunk in parts:
+        response[chunk.images] += _by_image(chunk, activations.of(chunk).to(response.dtype)).square().sum(1)
     response.sqrt_()
     scale = _Response.of_norm(settings, t, response).scale.to(settings.dtype)
-    branch, bias = torch.empty_like(xhat), t.grn_bias.to(settings.dtype)
-    for image, rows in _parts(settings, xhat, weights):
-        a = F.gelu(weights.hidden(xhat[image, rows]), approximate=settings.approximate)
-        branch[image, rows] = torch.addmm(weights.b2, torch.addcmul(bias, a, scale[image]), weights.w2.t())
-    out = add_branch(t.shortcut, [(Chunk.whole(branch), branch)], t.gamma, t.factor, settings.dtype)
+    bias = t.grn_bias.to(settings.dtype)
+
+    def run_second_layer(chunk):
+        u = torch.addcmul(bias, _by_image(chunk, activations.of(chunk)), scale[chunk.images].unsqueeze(1))
+        return torch.addmm(weights.b2, u.flatten(0, 1), weights.w2.t())
+
+    branch = ((chunk, run_second_layer(chunk)) for chunk in reversed(parts))
+    out = add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
     given = t._replace(x=None, shortcut=None)
     if t.conv is not None:
         return out, GRNSaved(None, None, response, given, t.x.dtype)
@@ -161,10 +167,11 @@ def _backward(settings, saved, grad, needs):
         xhat, rstd = saved.xhat.load(settings.dtype), saved.rstd
     g = tokens_of(grad)
     g = g if t.factor is None else g * factor_for(t.factor, 3)
-    total = column_sums(g.flatten(0, 1))
-    scaled = (g if t.gamma is None else g * t.gamma).to(settings.dtype)
-    outer, unit = in_range(g.flatten(0, 1), t.gamma, settings.dtype)
-    outer = outer.view(g.shape)
+    g = g.reshape(-1, g.shape[2])
+    total = column_sums(g)
+    scaled = (g if t.gamma is None else g * t.gamma).to(settings.dtype).view(xhat.shape)
+    outer, unit = in_range(g, t.gamma, settings.dtype)
+    outer = outer.view(xhat.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
     # First pass over the positions: s, and the gradients of the second layer. Second pass: da, and those of the first.
@@ -175,13 +182,20 @@ def _backward(settings, saved, grad, needs):
         grn_bias=zeros_for(t.grn_bias),
         responses=torch.zeros_like(response.norm),
     )
-    for image, rows in _parts(settings, xhat, weights):
-        part = xhat[image, rows], scaled[image, rows], outer[image, rows]
-        _add_second_layer(settings, t, weights, response, sums, image, *part)
+    parts = chunks(*xhat.shape[:2], len(weights.w1), xhat.device, settings.chunk)
+
+    def compute_hidden(chunk):
+        h = weights.hidden(chunk.take_rows(xhat))
+        return h, _activate(settings, h), chunk.take_rows(scaled) @ weights.w2  # the last one is du = (gamma * g) W2
+
+    hidden = _LastChunk(compute_hidden)
+    for chunk in parts:
+        _add_second_layer(settings, t, response, sums, chunk, hidden.of(chunk), chunk.take_rows(outer))
     through, dx = response.backward(t, sums.responses), torch.empty_like(xhat)
-    for image, rows in _parts(settings, xhat, weights):
-        part = xhat[image, rows], scaled[image, rows]
-        dx[image, rows] = _add_first_layer(settings, weights, response.scale[image], through[image], sums, *part)
+    for chunk in reversed(parts):
+        dh = _hidden_gradient(settings, response, through, chunk, *hidden.of(chunk))
+        _add_first_layer(settings, sums, dh, chunk.take_rows(xhat))
+        chunk.put_(dx, dh @ weights.w1)
     dx = in_shape(normalise_backward(dx, xhat, rstd, saved.dtype), grad.shape) if needs.x else None
     first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
     of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
@@ -189,35 +203,59 @@ def _backward(settings, saved, grad, needs):
     return GRNGradients(dx, grad, *first, *of_grn, *second)
 
 
-def _add_second_layer(settings, t, weights, response, sums, image, xhat, scaled, outer):
+def _activate(settings, h):
+    return F.gelu(h, approximate=settings.approximate)
+
+
+def _by_image(chunk, rows):
+    """Return a chunk's rows (K, D) as (images, rows of each, D), a view."""
+    return rows.view(chunk.num_images, -1, rows.shape[1])
+
+
+class _LastChunk:
+    """Intermediate tensors of one chunk at a time, which are computed when another chunk is asked for.
+
+    Args:
+        compute (Callable): Computes the tensors of a chunk.
+    """
+
+    def __init__(self, compute: Callable):
+        self._compute = compute
+        self._chunk = self._tensors = None
+
+    def of(self, chunk):
+        """Return the tensors of this chunk."""
+        if chunk is not self._chunk:
+            self._chunk = self._tensors = None  # freed before those of the next chunk exist
+            self._chunk, self._tensors = chunk, self._compute(chunk)
+        return self._tensors
+
+
+def _add_second_layer(settings, t, response, sums, chunk, hidden, outer):
     """Add the gradients that do not need dG: those of the second layer and of GRN."""
-    a = F.gelu(weights.hidden(xhat), approximate=settings.approximate)
-    du = scaled @ weights.w2  # (gamma * g) W2
-    sums.responses[image] += (du.to(sums.responses.dtype) * a).sum(0)
+    _, a, du = hidden
+    sums.responses[chunk.images] += _by_image(chunk, du.to(sums.responses.dtype) * a).sum(1)
     sums.grn_bias.add_(column_sums(du))
     drawn = draw(settings.form.sample, outer)
-    u = torch.addcmul(t.grn_bias.to(a.dtype), drawn.of(a), response.scale[image].to(a.dtype))
-    accumulate(sums.outer, drawn.divided(outer), u)  # A = g^T u, its rows divided by unit
+    scale = response.scale[chunk.images].to(a.dtype).unsqueeze(1)
+    u = torch.addcmul(t.grn_bias.to(a.dtype), _by_image(chunk, a), scale).flatten(0, 1)
+    accumulate(sums.outer, drawn.divided(outer), drawn.of(u))  # A = g^T u, its rows divided by unit
 
 
-def _add_first_layer(settings, weights, scale, through, sums, xhat, scaled):
-    """Add the gradients of the first layer, from dG / G (``through``), and return that of x-hat."""
-    h = weights.hidden(xhat)
-    a = F.gelu(h, approximate=settings.approximate)
+def _hidden_gradient(settings, response, through, chunk, h, a, du):
+    """Return the gradient of the hidden layer before the GELU, from dG / G (``through``)."""
+    images = chunk.images
     # da = (1 + w n) du + a * dG / G
-    da = (scaled @ weights.w2).mul_(scale.to(settings.dtype))
-    da = da.add_((a * through).to(settings.dtype))  # dG / G alone may leave the range of half precision
-    dh = torch.ops.aten.gelu_backward(da, h, approximate=settings.approximate)
+    da = _by_image(chunk, du) * response.scale[images].to(settings.dtype).unsqueeze(1)
+    da = da.add_(_by_image(chunk, a) * through[images].unsqueeze(1))  # dG / G alone may leave the range of fp16
+    return torch.ops.aten.gelu_backward(da.flatten(0, 1), h, approximate=settings.approximate)
+
+
+def _add_first_layer(settings, sums, dh, xhat):
+    """Add the gradients of the first layer."""
     sums.b1.add_(column_sums(dh))
     drawn = draw(settings.form.sample, dh)
     accumulate(sums.w1, drawn.divided(dh), drawn.of(xhat))
-    return dh @ weights.w1
-
-
-def _parts(settings, xhat, weights):
-    """Return the chunks of each image: its number, and a slice of its positions."""
-    parts = chunks(1, xhat.shape[1], len(weights.w1), xhat.device, settings.chunk)
-    return [(image, part.rows) for image in range(len(xhat)) for part in parts]
 
 
 class _Response(NamedTuple):
