@@ -20,6 +20,7 @@ from mmdet.models.layers.transformer.grounding_dino_layers import GroundingDinoT
 from mmdet.models.layers.transformer.mask2former_layers import Mask2FormerTransformerDecoderLayer
 from oracles import DEVICE
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.adapters import LeanModule
@@ -302,3 +303,35 @@ def test_attention_without_images_queries_or_keys(sizes, batch_first, masked):
         out = module(*given, key_padding_mask=mask)
         results.append([out, *torch.autograd.grad(out.sum(), [query, key, *module.parameters()], allow_unused=True)])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+class OtherObjects(torch.autograd.graph.saved_tensors_hooks):
+    """Context manager in which each saved tensor comes back as an object of its own, as from another device."""
+
+    def __init__(self):
+        super().__init__(lambda x: x.detach().clone(), lambda x: x)
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint around a module, whose inputs come back as other objects."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        def run(*given):
+            return self.module(**dict(zip(inputs, given, strict=True)))
+
+        with OtherObjects():
+            return checkpoint(run, *inputs.values(), use_reentrant=False)
+
+
+def test_a_checkpoint_around_attention_whose_key_and_value_are_one_tensor():
+    """In its recomputation they are two, and a recomputed attention has to save as many tensors as before."""
+    module, inputs = (make() for make in LAYERS['Mask2Former decoder'])
+    randomize(module)
+    inputs['value'] = inputs['key']
+    expected = run_step(module, inputs)
+    apply_lean(module, preset='exact')
+    assert_same(run_step(Checkpointed(module), inputs), expected)

@@ -85,7 +85,11 @@ MISTAKES = {
         'model = dict(backbone=dict(gap_before_final_norm=True))',
         'gap_before_final_norm=True gives vectors of 40 .* but FPN needs .*set model.backbone.gap_before_final_norm',
     ),
-    'an argument of another backbone': (OURS, 'model = dict(backbone=dict(depth=50))', "unexpected keyword.*'depth'"),
+    'an argument of another backbone': (
+        OURS,
+        'model = dict(backbone=dict(depth=50))',
+        "model.backbone: .* no argument 'depth'; remove it",
+    ),
     'a hook among those of the runner': (
         FRCNN,
         "default_hooks = dict(lean=dict(type='LeanHook'))",
@@ -240,7 +244,7 @@ def test_a_misspelt_override_is_refused_and_a_key_of_ones_own_is_not(tmp_path):
     [
         (dict(out_indices=(0, 7)), r'model.backbone: out_indices=\(0, 7\): there is no stage 7'),
         (dict(type='SBPSwinTransformer', depths=[2, 2], _delete_=True), 'model.backbone: IndexError'),
-        (dict(act_cfg=dict(type='Foo')), 'model.backbone: .*Foo'),
+        (dict(act_cfg=dict(type='Foo')), "model.backbone.act_cfg.type='Foo' is not registered"),
         (dict(drop_path_rate='abc'), 'model.backbone: '),
     ],
     ids=str,

@@ -13,8 +13,11 @@ from mmdet.models.layers import DynamicConv
 from oracles import DEVICE, assert_near, compute_loss
 from stand_ins import define_in_module
 from torch import nn
+from torch.nn.modules.utils import _pair
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.ops.max_pool import PoolSettings, PoolTensors, max_pool
 from sbp_mmdet.plan.memory import saved_bytes
 
 POOLS = {
@@ -182,3 +185,30 @@ def test_attention_of_torch_stores_no_map(hooks):
     with hooks():  # hooks on saved tensors give back other objects
         report, stored = assert_exact(Attends(nn.MultiheadAttention(16, 4)), random_tensor(40, 2, 16))
     assert [*report.changed] == ['held'] and stored < 0.1
+
+
+class Indices(TorchDispatchMode):
+    """Context manager that records the indices that the backward pass of torch's max pooling writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.max_pool2d_with_indices_backward.default:
+            self.found.append(args[7])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('name', POOLS)
+def test_gradients_are_written_into_the_map(name):
+    """Also those of windows at the border that a ReLU stops, which are zero: torch's kernels do not check indices."""
+    options = dict(padding=0, stride=1, dilation=1, ceil_mode=False) | POOLS[name]
+    pairs = {key: _pair(value) for key, value in options.items() if key not in ('kernel_size', 'ceil_mode')}
+    settings = PoolSettings(kernel=_pair(options['kernel_size']), **pairs, ceil_mode=options['ceil_mode'], relu=True)
+    x = (-random_tensor(2, 3, 16, 18).detach().abs()).requires_grad_()
+    y = max_pool(settings, PoolTensors(x))
+    with Indices() as indices:
+        (dx,) = torch.autograd.grad(y.sum(), [x])
+    assert not dx.any()
+    assert all(((0 <= i) & (i < 16 * 18)).all() for i in indices.found) and len(indices.found) == 1

@@ -128,12 +128,12 @@ def test_config_without_custom_imports(project):
     [
         ({'sbp_cfg.keep_ratio': 1.5}, r'keep_ratio=1.5 must be a number in \(0, 1\]'),
         ({'sbp_cfg.keep_rato': 0.5}, "unknown key 'keep_rato'; did you mean 'keep_ratio'"),
-        ({'depth': 50}, "unexpected keyword argument 'depth'; .*_delete_=True"),
+        ({'depth': 50}, "has no argument 'depth'; .*_delete_=True"),
     ],
 )
 def test_bad_arguments_of_the_backbone(config, options, message):
     config.merge_from_dict({f'model.backbone.{key}': value for key, value in options.items()})
-    with pytest.raises(PreflightError, match=f'{config.filename}, SBPConvNeXt: .*{message}'):
+    with pytest.raises(PreflightError, match=f'{config.filename}, model.backbone: .*{message}'):
         preflight.check_backbone(config)
 
 

@@ -15,7 +15,7 @@ from mmdet_script import say
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-__all__ = ['check_hooks', 'dicts', 'given', 'on_meta', 'warn', 'warn_if_unused', 'with_our_import']
+__all__ = ['check_hooks', 'class_name', 'dicts', 'given', 'on_meta', 'warn', 'warn_if_unused', 'with_our_import']
 
 given = []  # warnings of this run
 _OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
@@ -39,7 +39,7 @@ def check_hooks(config):
                 f'{config.filename}: custom_hooks: {_plain(hook)!r} must be a dict with a type, for example '
                 "dict(type='LeanHook')"
             )
-        name = getattr(hook['type'], '__name__', f'{hook["type"]}').rpartition('.')[2]
+        name = class_name(hook)
         if name not in _OWN_HOOKS:
             near = difflib.get_close_matches(name, _OWN_HOOKS, n=1, cutoff=0.75)
             if near and HOOKS.get(name) is None:
@@ -91,8 +91,7 @@ def _imported(config):
 def warn_if_unused(config):
     """Warn if a config imports this package but does not use it, for example because a key is misspelt."""
     ours = [*dicts(config.get('model')), *(config.get('custom_hooks') or []), *dicts(config.get('optim_wrapper'))]
-    kinds = [node.get('type') for node in ours]
-    kinds = [getattr(kind, '__name__', str(kind).rpartition('.')[2]) for kind in kinds]
+    kinds = [*map(class_name, ours)]
     used = any(kind in (*_OWN_HOOKS, 'RehearseHook') or kind.startswith('SBP') or '8bit' in kind for kind in kinds)
     if 'sbp_mmdet' not in _imported(config) or used:
         return
@@ -106,11 +105,17 @@ def warn_if_unused(config):
 
 def on_meta(config: Config) -> torch.nn.Module | None:
     """Build the model without memory for its weights; return ``None`` if that fails, which mmdet reports later."""
-    init_default_scope(config.get('default_scope', 'mmdet'))
+    init_default_scope(config.get('default_scope') or 'mmdet')
     for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere
         with contextlib.suppress(Exception), torch.device(device):
             return MODELS.build(copy.deepcopy(config.model)).to('meta')  # DINO writes into its config
     return None
+
+
+def class_name(node: dict) -> str:
+    """Return the name of the class of a dict of a config, whose ``type`` is a string with a scope, or the class."""
+    kind = node.get('type')
+    return getattr(kind, '__name__', str(kind).rpartition('.')[2])
 
 
 def dicts(node) -> Iterator[dict]:

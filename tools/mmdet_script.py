@@ -58,6 +58,8 @@ def run(name: str, splits: tuple[str, ...]) -> None:
             _checkpoints().check_checkpoint(args.checkpoint, 'checkpoint', config, all_weights=True)
     except PreflightError as error:
         sys.exit(f'error: {error}')
+    except ImportError as error:  # of a name in a pure Python config, which is imported when it is used
+        sys.exit(f'error: config file {args.config}: {error}')
     options = checkpoint_options(config) if name == 'train.py' else {}
     cpu_ranks = args.launcher != 'none' and _join_cpu_ranks(config, args.launcher)
     if cpu_ranks:

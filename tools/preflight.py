@@ -12,9 +12,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations
-from hook_checks import check_hooks, dicts, on_meta, warn, warn_if_unused, with_our_import
+from hook_checks import check_hooks, class_name, dicts, on_meta, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
 from mmengine.config import Config
@@ -130,7 +129,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
             path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
-            if path and evaluator.get('type') in ('CocoMetric', 'mmdet.CocoMetric'):
+            if path and class_name(evaluator) == 'CocoMetric':
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
 
 
@@ -196,7 +195,7 @@ def _check_num_classes(config, labels, known):
 
 def _check_optimizer(wrapper):
     """Check the optimizer, which mmengine would refuse with a traceback after reading the data."""
-    if wrapper.get('type') == 'AmpOptimWrapper' and get_device() == 'cpu':
+    if class_name(wrapper) == 'AmpOptimWrapper' and get_device() == 'cpu':
         raise PreflightError(
             'optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; on a CPU add '
             '--cfg-options optim_wrapper.type=OptimWrapper'
@@ -221,7 +220,7 @@ def _check_channels(config):
 def _check_imagenet(config, split):
     """Check the folder of mmpretrain's ImageNet, which mmpretrain's own error would not name."""
     for dataset in dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
-        if str(dataset.get('type')).rpartition('.')[2] == 'ImageNet':
+        if class_name(dataset) == 'ImageNet':
             root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
             if root and not root.is_dir():
                 raise PreflightError(
@@ -236,31 +235,22 @@ def check_backbone(config: Config) -> None:
     Raises:
         PreflightError: If the backbone is not registered, or refuses its arguments.
     """
-    for node in dicts(config.get('model')):
-        found = re.fullmatch(r'(?:\w+\.)?(SBP\w+)', str(node.get('type', '')))
-        if not found:
-            continue
-        name = found[1]
+    names = [name for node in dicts(config.get('model')) if re.fullmatch(r'SBP\w+', name := class_name(node))]
+    for name in names:
         if MODELS.get(name) is None:
             raise PreflightError(
                 f'{config.filename} uses {name} but does not import it: its custom_imports is '
                 f'{config.get("custom_imports")}; write in the config: {with_our_import(config)}'
             )
-        arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
-        try:
-            with torch.device('meta'):
-                backbone = MODELS.get(name)(**arguments)
-        except Exception as error:  # whatever its values may raise
-            inherited = '; is it of another backbone in the _base_? Then put _delete_=True into yours'
-            remedy = inherited if 'unexpected keyword argument' in str(error) else ''
-            text = f'{error}' if isinstance(error, (TypeError, ValueError)) else f'{type(error).__name__}: {error}'
-            raise PreflightError(f'{config.filename}, {name}: {text}{remedy}') from error
-        _check_scales(config, getattr(backbone, 'min_size', 1))
-        if node is config.model.get('backbone'):
-            from sbp_mmdet.plan.backbone_checks import find_problems  # noqa: PLC0415  the config has imported it
+    if names:
+        from sbp_mmdet.plan.backbone_checks import check_backbones  # noqa: PLC0415  the config has imported it
 
-            if problems := find_problems(config.model, name, backbone):
-                raise PreflightError(f'{config.filename}, {problems}')
+        try:
+            backbones = check_backbones(config)
+        except ValueError as error:
+            raise PreflightError(f'{config.filename}, {error}') from error
+        for backbone in backbones:
+            _check_scales(config, getattr(backbone, 'min_size', 1))
 
 
 def _check_scales(config, min_size):
@@ -268,14 +258,14 @@ def _check_scales(config, min_size):
     divisor = (config.model.get('data_preprocessor') or {}).get('pad_size_divisor', 1)
     for split in ('train', 'val', 'test'):
         for step in dicts(config.get(f'{split}_dataloader')):
-            scales = step.get('scale', step.get('scales')) if 'Resize' in str(step.get('type')) else None
+            scales = step.get('scale', step.get('scales')) if 'Resize' in class_name(step) else None
             scales = (scales, scales) if isinstance(scales, (int, float)) else scales or []
             scales = [scales] if scales and not isinstance(scales[0], (list, tuple)) else scales
             longest = max((max(scale) for scale in scales), default=min_size)
             if -(-longest // divisor) * divisor < min_size:
                 raise PreflightError(
-                    f'{split}_dataloader: {step["type"]} makes images of at most {longest} pixels, smaller than the '
-                    f'total stride {min_size} of the backbone; give a larger scale, or pad with '
+                    f'{split}_dataloader: {class_name(step)} makes images of at most {longest} pixels, smaller than '
+                    f'the total stride {min_size} of the backbone; give a larger scale, or pad with '
                     f'model.data_preprocessor.pad_size_divisor={min_size}'
                 )
 

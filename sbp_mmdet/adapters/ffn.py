@@ -43,21 +43,23 @@ def recomputed(run: Callable, module: nn.Module, *args):
     """
     leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but not those inside of lists
     # The recomputation gets new tensor objects, and torch's attention checks whether query, key and value are the same.
-    different = {id(leaf): leaf for leaf in leaves}
-    places = [[*different].index(id(leaf)) for leaf in leaves]
+    # All leaves are saved, also the same one twice: in the recomputation of a checkpoint around this one, in which the
+    # same tensor may come as two objects, as many tensors have to be saved.
+    first = {}
+    places = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
 
     parts, state = submodules([module]), None
 
-    def run_with(*different):
+    def run_with(*leaves):
         nonlocal state
-        given = tree_unflatten([different[i] for i in places], structure)
+        given = tree_unflatten([leaves[i] for i in places], structure)
         if state is not None:
             with state.restored():
                 return run(*given)
         out, state = run(*given), ModuleState(parts)
         return out
 
-    return cp.checkpoint(run_with, *different.values(), use_reentrant=False)
+    return cp.checkpoint(run_with, *leaves, use_reentrant=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -147,6 +147,10 @@ def _backward(settings, saved, grad, needs):
     places = places if right == 1 else places.mul_(right)
     places = places.add_(rows, alpha=down * width - right * across)
     indices = places + _first_places(settings, places, width, torch.int64)
+    if settings.relu:
+        # The first place of a stopped window may be in the padding. Its gradient of 0 is added to another element then,
+        # since torch's kernels write wherever an index points to.
+        indices.clamp_min_(0)
     # The backward pass reads the shape and the layout of the input, and none of its values.
     like = torch.empty(saved.shape, dtype=grad.dtype, device=grad.device, memory_format=saved.layout)
     return PoolGradients(aten.max_pool2d_with_indices_backward.default(grad, like, *_geometry(settings), indices))

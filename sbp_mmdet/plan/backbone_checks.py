@@ -1,4 +1,4 @@
-"""Checks of a config's backbone: whether it can be built, and whether the neck accepts what it returns."""
+"""Checks of a config's backbones: whether they can be built, and whether the neck accepts what they return."""
 
 import inspect
 import itertools
@@ -11,9 +11,10 @@ from mmengine.registry import DefaultScope
 from torch import nn
 
 from ..surgery import stock_class
+from .config_keys import describe_mistake, values_in
 from .errors import describe_error
 
-__all__ = ['STANDS_IN', 'check_backbone', 'find_problems', 'is_ours']
+__all__ = ['STANDS_IN', 'check_backbones', 'find_problems', 'is_ours']
 
 # Backbones of packages that may be missing -> the backbone of this package with the same arguments and parameters.
 STANDS_IN = {'mmpretrain.ConvNeXt': 'SBPConvNeXt', 'mmcls.ConvNeXt': 'SBPConvNeXt'}
@@ -22,37 +23,49 @@ _NECKS = FPN, FPN_CARAFE, PAFPN, NASFPN, ChannelMapper, YOLOXPAFPN, CSPNeXtPAFPN
 _FEATURE_MAPS = {'gap_before_final_norm': False, 'out_type': 'featmap'}
 
 
-def check_backbone(config: Config) -> None:
-    """Check a backbone of this package, or a classifier's backbone.
+def check_backbones(config: Config) -> list[nn.Module]:
+    """Check backbones of this package, such as that of a teacher too, and a classifier's backbone of a detector.
 
     Args:
         config (Config): Config of a detector.
+
+    Returns:
+        list[nn.Module]: The backbones of this package, on the device 'meta'.
 
     Raises:
         ValueError: If a backbone of this package cannot be built, or the neck does not accept what a backbone returns.
             The message names the value and the remedy.
     """
-    arguments = (config.get('model') or {}).get('backbone')
-    if not isinstance(arguments, dict):
-        return
-    arguments = dict(arguments)
-    kind = name = arguments.pop('type', None)
-    if isinstance(name, str):
-        kind = MODELS.get(name) or (MODELS.get(STANDS_IN[name]) if name in STANDS_IN else None)
-    if not is_ours(kind) and not _feature_map_key(kind):
-        return
-    arguments = {key: value for key, value in arguments.items() if key not in ('init_cfg', '_scope_')}
+    found = []
+    for key, node in values_in('model', config.get('model')):
+        if not isinstance(node, dict) or 'type' not in node:
+            continue
+        kind = name = node['type']
+        if isinstance(name, str):
+            kind = MODELS.get(name) or (MODELS.get(STANDS_IN[name]) if name in STANDS_IN else None)
+        own, is_detectors = is_ours(kind), key == 'model.backbone'
+        if not own and not (is_detectors and _feature_map_key(kind)):
+            continue
+        if (backbone := _build(config, key, kind, node)) is None:
+            continue
+        found += [backbone] if own else []
+        name = name if isinstance(name, str) else kind.__name__
+        if is_detectors and (problems := find_problems(config.model, name, backbone)):
+            raise ValueError(problems)
+    return found
+
+
+def _build(config, key, kind, node):
+    """Build a backbone, or return ``None`` if one of another package fails: a step reports what its own code raises."""
+    arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
     try:
-        with DefaultScope.overwrite_default_scope(config.get('default_scope', 'mmdet')), torch.device('meta'):
-            backbone = kind(**arguments)
+        with DefaultScope.overwrite_default_scope(config.get('default_scope') or 'mmdet'), torch.device('meta'):
+            return kind(**arguments)
     except Exception as error:  # whatever its values may raise
         if not is_ours(kind):
-            return  # the error of its own code is reported when the model is built
-        text = f'{error}' if isinstance(error, ValueError) else describe_error(error)
-        raise ValueError(f'model.backbone: {text}') from error
-    name = name if isinstance(name, str) else kind.__name__
-    if problems := find_problems(config.model, name, backbone):
-        raise ValueError(problems)
+            return None
+        text = f'{key}: {error}' if isinstance(error, ValueError) else describe_mistake(config, error)
+        raise ValueError(text or f'{key}: {describe_error(error)}') from error
 
 
 def find_problems(model: dict, name: str, backbone: nn.Module) -> str | None:

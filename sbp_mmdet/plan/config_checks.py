@@ -15,7 +15,7 @@ from mmengine.runner import Runner
 
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
-from .backbone_checks import check_backbone, is_ours
+from .backbone_checks import check_backbones, is_ours
 from .transforms import name_of
 
 __all__ = [
@@ -128,7 +128,7 @@ def check_config(config: Config) -> None:
                     'plan, report and verify look for such hooks'
                 )
     refuse_two_changes(config, [hook for hook in model_hooks(hooks) if isinstance(hook, LeanHook)])
-    check_backbone(config)
+    check_backbones(config)
 
 
 def find_missing_import(config: Config) -> str | None:
@@ -184,8 +184,7 @@ def find_dropped_hooks(config: Config) -> str | None:
 
 def _hook_names(config):
     """Return the names of the classes in ``custom_hooks``, without their scope."""
-    kinds = [hook.get('type') for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
-    return [getattr(kind, '__name__', f'{kind}'.rpartition('.')[2]) for kind in kinds]
+    return [name_of(hook) for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
 
 
 def _import_ours(names):

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.registry import Registry
 from mmengine.runner import Runner
 
-__all__ = ['describe_bad_override', 'describe_mistake', 'shorten_names']
+__all__ = ['describe_bad_override', 'describe_mistake', 'shorten_names', 'values_in']
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -134,7 +134,14 @@ def _describe_unknown_argument(config, class_name, argument):
             remedy = (
                 f'did you mean {near[0]!r}?' if near else f'remove it; if it is inherited, set _delete_=True in {key}'
             )
-            if argument == 'sbp_cfg':
+            if '_delete_' in node:  # which a merge takes away
+                root, _, path = key.partition('.')
+                inside = path and f'{path.replace(".", "=dict(")}=dict('
+                remedy = (
+                    f'update() does not read _delete_, so inherited arguments are still there; write '
+                    f'{root}.merge(dict({inside}_delete_=True, ...{")" * inside.count("(")}))'
+                )
+            elif argument == 'sbp_cfg':
                 hook = "custom_hooks = [dict(type='LeanHook', preset=...)]"
                 remedy = f'backbones of this package have it; remove it and write {hook}'
             return f'{key}: {kind.__name__} has no argument {argument!r}; {remedy}'
@@ -145,14 +152,20 @@ def _values(config) -> Iterator[tuple[str, object]]:
     """Yield every value of a config with its key as of ``--cfg-options``: first what a runner reads, then the rest."""
     known = [key for key in inspect.signature(Runner.__init__).parameters if key in config]
     for key in dict.fromkeys([*known, *config]):
-        yield from _values_in(key, config[key])
+        yield from values_in(key, config[key])
 
 
-def _values_in(key, node):
+def values_in(key: str, node) -> Iterator[tuple[str, object]]:
+    """Yield a value of a config and every value inside of it, with their keys as of ``--cfg-options``.
+
+    Args:
+        key (str): Key of the value.
+        node: The value.
+    """
     yield key, node
     parts = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
     for name, value in parts:
-        yield from _values_in(f'{key}.{name}', value)
+        yield from values_in(f'{key}.{name}', value)
 
 
 def _registries() -> list[Registry]:

@@ -34,6 +34,7 @@ from .memory import LiveBytes, SavedByPart
 from .parts import PartTracker
 from .reserved import find_usual_share, reserved_bytes
 from .skip_arithmetic import SkipArithmetic
+from .transforms import name_of
 
 __all__ = [
     'assignment_on_cpu',
@@ -210,7 +211,7 @@ def build_detector(config: Config, device: str):
             cfg.type = 'OptimWrapper'
             for key in ('dtype', 'loss_scale', 'use_fsdp'):
                 cfg.pop(key, None)
-        if (cfg.get('optimizer') or {}).get('type') == 'AdamW8bit':
+        if name_of(cfg.get('optimizer') or {}) == 'AdamW8bit':
             cfg.optimizer.type = AdamW8bitStates
     with quiet():  # optimizer wrapper constructors log the name of every parameter
         try:
