@@ -61,6 +61,10 @@ class LeanFusion(LeanModule):
         numbers = attention_mask_l is not None and attention_mask_l.is_floating_point()
         return len(visual_feature) == len(lang_feature) and not numbers
 
+    def draws_otherwise(self) -> bool:
+        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
+        return bool(self.attn.training and getattr(self.attn, 'dropout', 0))
+
     def lean_forward(
         self,
         visual_feature: Tensor,
