@@ -148,3 +148,21 @@ def test_settings_may_change_before_the_backward_pass(name):
         assert loss.loss_weight == 0.25
         found.append(pred.grad)
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('when', ['before', 'after'])
+@pytest.mark.parametrize('name', LOSSES)
+def test_a_weight_that_is_trained_gets_its_gradient(name, when):
+    """As in losses that are weighed by their uncertainty. A loss in chunks computes gradients of scores only."""
+    own, target = copy.deepcopy(LOSSES[name][0]), LOSSES[name][1]
+    chunked, found = copy.deepcopy(own), []
+    if when == 'after':
+        losses_in_chunks(chunked, CLASSES)
+    for loss in (own, chunked):
+        loss.loss_weight = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    if when == 'before':
+        assert losses_in_chunks(chunked, CLASSES) == []
+    for loss in (own, chunked):
+        step(loss, target(), avg_factor=7.0)
+        found.append(loss.loss_weight.grad)
+    torch.testing.assert_close(found[1], found[0])

@@ -22,7 +22,7 @@ from . import (  # noqa: F401  register their adapters
     vit,
     vitdet,
 )
-from .base import ADAPTERS, LeanBlock, LeanModule, Place, adapter, adapter_of
+from .base import ADAPTERS, LeanBlock, LeanModule, adapter, adapter_of
 from .bindings import (
     Binding,
     ChannelMLPBinding,
@@ -34,6 +34,7 @@ from .bindings import (
 )
 from .bound import Bound, bind
 from .changes import modules_bypassed_in, release, take_over
+from .place import Place
 from .roles import know
 from .swin import WindowAttentionBinding
 

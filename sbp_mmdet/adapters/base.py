@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
 
 import torch
 from mmengine.logging import print_log
@@ -29,7 +28,6 @@ from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
 from ..stochastic_backprop.masks import format_keep_ratio
-from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
@@ -37,9 +35,8 @@ from .copies import original, path_of
 from .inputs import are_known_inputs, put_in_position, renamed_arguments
 from .parameters import trains
 from .predicate import derives_plainly
-from .row_draws import RowDraws
 
-__all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'Place', 'adapter', 'adapter_of', 'adapter_of_class']
+__all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'adapter', 'adapter_of', 'adapter_of_class']
 
 # Adapter of each known class, by the class's module and name.
 ADAPTERS: dict[str, type['LeanModule']] = {}
@@ -97,31 +94,8 @@ def adapter_of_class(kind: type) -> type['LeanModule'] | None:
     return next((ADAPTERS[path] for path in map(path_of, kinds) if path in ADAPTERS), None)
 
 
-class Place(NamedTuple):
-    """State of a changed module: its settings, its place in the backbone, and the source of its random draws.
-
-    Attributes:
-        settings (Settings): Settings of the model.
-        layer (tuple | None): Layer of the backbone, such as ``(stage, block)`` or ``(stage, 'downsample')``. If
-            ``None``, no positions are dropped by stage. Default: None.
-        draws (StepDraws | TokenDraws | None): Draws of its backbone, or draws of its own. Default: None.
-        name (str): Name of the module in the model. Default: ''.
-        row_draws (RowDraws | None): Draws of the sampled rows. Default: None.
-        bound (Bound | None): Operations that are used now. Default: None.
-        own_forward (Any): The forward that fairscale's checkpointing had set, restored on release. Default: None.
-    """
-
-    settings: Settings
-    layer: tuple | None = None
-    draws: StepDraws | TokenDraws | None = None
-    name: str = ''
-    row_draws: RowDraws | None = None
-    bound: Bound | None = None
-    own_forward: Any = None
-
-
 class LeanModule(Mixin):
-    """Base class of adapters. A changed module has its :class:`Place` in ``_lean``.
+    """Base class of adapters. A changed module has its :class:`.Place` in ``_lean``.
 
     Attributes:
         stock (tuple): Classes that the adapter knows, set by :func:`adapter`.
@@ -190,8 +164,10 @@ class LeanModule(Mixin):
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
+        if not torch.is_grad_enabled() and not (self.training and self.draws_otherwise()):
+            return False
         bound = self._lean.bound
-        if bound.reference or not torch.is_grad_enabled() or runs_within_others():
+        if bound.reference or runs_within_others():
             return False
         if not self.training:
             if not self.folds_frozen_norms or trains(self):
@@ -199,6 +175,14 @@ class LeanModule(Mixin):
         if not bound.bypassed.unchanged(self):
             bound = self.bind_anew()
         return bound.reason is None
+
+    def draws_otherwise(self) -> bool:
+        """Return whether :meth:`lean_forward` draws random numbers in another order than the module's own code.
+
+        Such a module also runs lean in training mode without gradients. A reentrant checkpoint runs it so at first, and
+        with gradients when it recomputes it, and both have to drop the same numbers.
+        """
+        return False
 
     def bind_anew(self, warns: bool = True) -> Bound:
         """Bind the operations in the present state of the module. Warn of reasons against them that are new."""

@@ -3,7 +3,8 @@
 from torch import nn
 
 from ..surgery import mix_in, mix_out
-from .base import LeanModule, Place
+from .base import LeanModule
+from .place import Place
 from .predicate import fairscale_forward
 
 __all__ = ['modules_bypassed_in', 'release', 'take_over']

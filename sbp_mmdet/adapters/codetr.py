@@ -18,6 +18,7 @@ from .detr import (
     problem_of_encoder_ffn,
     run_encoder_layer,
 )
+from .ffn import drops_numbers
 
 __all__ = ['LeanTransformerLayer']
 
@@ -40,6 +41,10 @@ class LeanTransformerLayer(LeanModule):
         """See :meth:`.LeanModule.accepts`. The layer hands keywords that it does not name to the attention."""
         known = kwargs.keys() <= _ARGUMENTS | ARGUMENTS_OF_ATTENTION
         return known and are_known_places(SimpleNamespace(**kwargs), query)
+
+    def draws_otherwise(self) -> bool:
+        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
+        return drops_numbers(self)
 
     def lean_forward(
         self,

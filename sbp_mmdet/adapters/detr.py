@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from numbers import Real
 from types import SimpleNamespace
 
+import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.layers.transformer.dab_detr_layers import DABDetrTransformerEncoder
@@ -25,7 +26,7 @@ from ..stochastic_backprop.masks import Positions
 from ..surgery import stock_class
 from .attention import bind_arguments
 from .base import LeanModule, adapter
-from .ffn import ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of
+from .ffn import drops_numbers, ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of
 from .predicate import unsupported
 
 __all__ = [
@@ -63,7 +64,7 @@ def _draw_tokens(module, x: Tensor, sizes: Callable[[], list[tuple[int, int]]]) 
             from a GPU waits for it.
     """
     draws = module._lean.draws
-    trains = draws is not None and any(p.requires_grad for p in module.parameters())
+    trains = draws is not None and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     return draws.positions(sizes(), x.device) if trains else None
 
 
@@ -291,6 +292,10 @@ class LeanDeformableEncoderLayer(LeanModule):
     def accepts(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> bool:
         """See :meth:`.LeanModule.accepts`. The layer hands its keywords to the attention."""
         return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(SimpleNamespace(**kwargs), query)
+
+    def draws_otherwise(self) -> bool:
+        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
+        return drops_numbers(self)
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Run the layer on tokens (N, L, C)."""

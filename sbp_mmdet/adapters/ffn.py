@@ -15,7 +15,16 @@ from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
 
-__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
+__all__ = [
+    'LeanFFN',
+    'drops_numbers',
+    'ffn_settings',
+    'ffn_weights',
+    'modules_of_ffn',
+    'problem_of_ffn',
+    'rate_of',
+    'recomputed',
+]
 
 
 def rate_of(dropout: nn.Module) -> float:
@@ -25,6 +34,15 @@ def rate_of(dropout: nn.Module) -> float:
         dropout (nn.Module): The layer.
     """
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def drops_numbers(module: nn.Module) -> bool:
+    """Return whether any dropout inside of a module is active.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    return any(map(rate_of, module.modules()))
 
 
 def recomputed(run: Callable, module: nn.Module, *args):
@@ -164,6 +182,10 @@ class LeanFFN(LeanModule):
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
         return dict(layers=_FFNBinding(self))
+
+    def draws_otherwise(self) -> bool:
+        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
+        return drops_numbers(self)
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         """Run the network on (..., C); the arguments are those of mmcv's ``FFN``."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.bi_attention import LIMIT, BiAttentionSettings, BiAttentionTensors, bi_attention
 from .base import LeanModule, adapter
-from .roles import ROLES
+from .roles import ROLES, has_a_number_as_scale
 
 __all__ = ['LeanFusion']
 
@@ -17,6 +17,8 @@ def _clamps_scores(attention):
     clamps = attention.clamp_min_for_underflow and attention.clamp_max_for_overflow and MAX_CLAMP_VALUE == LIMIT
     if attention.stable_softmax_2d or not clamps:
         return 'it does not clamp scores as the operation does (clamp_min_for_underflow, clamp_max_for_overflow)'
+    if problem := has_a_number_as_scale(attention):
+        return problem
     if attention.scale != attention.head_dim**-0.5 or attention.head_dim * attention.num_heads != attention.embed_dim:
         return f'its scale is {attention.scale}, and not the reciprocal root of the width of a head'
     return None if attention.v_dim == attention.l_dim else 'its images and texts have tokens of different widths'
@@ -60,6 +62,10 @@ class LeanFusion(LeanModule):
             return False
         numbers = attention_mask_l is not None and attention_mask_l.is_floating_point()
         return len(visual_feature) == len(lang_feature) and not numbers
+
+    def draws_otherwise(self) -> bool:
+        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
+        return bool(self.attn.training and getattr(self.attn, 'dropout', 0))
 
     def lean_forward(
         self,

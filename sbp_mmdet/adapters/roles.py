@@ -26,7 +26,7 @@ from torch import nn
 
 from .copies import problem_of_copy
 
-__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'know']
+__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'has_a_number_as_scale', 'know']
 
 Check = Callable[[nn.Module], str | None]
 
@@ -139,7 +139,12 @@ def _is_convolution_and_norm(layer):
     return None if plain and layer.with_norm and not layer.with_activation else 'it is not a convolution and a norm'
 
 
-def _has_a_number_as_scale(attention):
+def has_a_number_as_scale(attention: nn.Module) -> str | None:
+    """Return why the scale of an attention is unsupported: a tensor may need a gradient, which operations lack.
+
+    Args:
+        attention (nn.Module): The attention.
+    """
     scale = getattr(attention, 'scale', None)
     return f'its scale is a {type(scale).__name__}, not a number' if isinstance(scale, torch.Tensor) else None
 
@@ -195,9 +200,9 @@ ROLES: dict[str, dict[type | str, Check]] = {
         ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), any_setting
     ),
     'window attention': dict.fromkeys(
-        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), _has_a_number_as_scale
+        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), has_a_number_as_scale
     ),
-    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), _has_a_number_as_scale),
+    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), has_a_number_as_scale),
 }
 _RECOMPUTABLE_MODULES = (
     *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),

@@ -17,7 +17,7 @@ from ..ops.decomposed_attention import (
 )
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, ChannelMLPBinding, LayerNormBinding
-from .roles import ROLES, know
+from .roles import ROLES, has_a_number_as_scale, know
 
 __all__ = ['DecomposedAttentionBinding', 'LeanLN2d', 'LeanViTDetBlock']
 
@@ -25,6 +25,8 @@ _PROJECT = 'projects.ViTDet.vitdet.vit'
 
 
 def _scales_by_width(attention):
+    if problem := has_a_number_as_scale(attention):
+        return problem
     width = attention.qkv.in_features // attention.num_heads
     return None if attention.scale == width**-0.5 else f'its scale is {attention.scale}, not 1 / sqrt({width})'
 

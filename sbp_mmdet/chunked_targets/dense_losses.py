@@ -14,6 +14,8 @@ from ..surgery import Mixin, has_methods_of, mix_into_known
 __all__ = ['losses_in_chunks']
 
 _LOSSES = (FocalLoss, QualityFocalLoss, VarifocalLoss)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def losses_in_chunks(model: nn.Module, pairs: int) -> list[str]:
@@ -26,12 +28,21 @@ def losses_in_chunks(model: nn.Module, pairs: int) -> list[str]:
     Returns:
         list[str]: Names of the changed losses.
     """
-    losses = mix_into_known(
-        model, _SumsInChunks, lambda loss: any(has_methods_of(loss, kind, 'forward') for kind in _LOSSES)
-    )
+    losses = mix_into_known(model, _SumsInChunks, _is_known)
     for loss in losses.values():
         loss.pairs_at_a_time = pairs
     return [*losses]
+
+
+def _is_known(loss):
+    return any(has_methods_of(loss, kind, 'forward') for kind in _LOSSES) and _has_plain_settings(loss)
+
+
+def _has_plain_settings(loss):
+    """Return whether a loss has no tensors and modules. A weight that is a tensor may need a gradient."""
+    own = vars(loss)
+    holds_none = not (own['_parameters'] or own['_buffers'] or own['_modules'])
+    return holds_none and all(type(value) in _PLAIN for name, value in own.items() if name not in _OF_EVERY_MODULE)
 
 
 class _SumsInChunks(Mixin):
@@ -49,7 +60,7 @@ class _SumsInChunks(Mixin):
         # A mean over priors is a sum that is divided by the factor, which each chunk does.
         adds_up = (reduction_override or self.reduction, avg_factor is not None) in (('sum', False), ('mean', True))
         given = [*targets, weight, avg_factor]
-        constant = not any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        constant = not any(isinstance(x, Tensor) and x.requires_grad for x in given) and _has_plain_settings(self)
         apart = all(_has_a_row_for_each(pred, x) for x in [*targets, *given[-2:-1]] if x is not None)
         if isinstance(self, VarifocalLoss) and weight is not None:  # one of a dimension weighs classes there
             apart = apart and weight.shape == pred.shape

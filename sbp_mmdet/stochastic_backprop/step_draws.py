@@ -136,6 +136,22 @@ def next_pass(latest: tuple | None) -> tuple[int, int]:
     return iteration, latest[1] + 1 if latest and latest[0] == iteration else 0
 
 
+def _in_backward_pass():
+    """Return whether a backward pass is running. A forward pass inside of it is a checkpoint's recomputation.
+
+    It would need the draws of the first run, and the layer saves less memory without the checkpoint.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def _describe_replay(what, settings):
+    return (
+        f"{what} with preset='{settings.preset.name}' is recomputed by a checkpoint. The layer stores less than the "
+        'checkpoint, so remove that (with_cp, torch.utils.checkpoint around the backbone or a block), or leave the '
+        'checkpointed part unchanged: modules=[...]'
+    )
+
+
 class TokenDraws:
     """Draws of the tokens that an encoder, or one of its layers, keeps in all levels.
 
@@ -166,7 +182,12 @@ class TokenDraws:
 
         Returns:
             Positions: Kept and dropped tokens.
+
+        Raises:
+            ValueError: If a checkpoint recomputes the encoder.
         """
+        if _in_backward_pass():
+            raise ValueError(_describe_replay('an encoder', self._settings))
         self._latest = next_pass(self._latest)
         generator = mask_generator(torch.initial_seed(), get_rank(), *self._latest, 'levels')
         return level_positions(sizes, self._settings.keep_ratio, self._settings.sampler, generator, device)
@@ -335,15 +356,8 @@ class StepDraws:
             )
 
     def _refuse_replay(self, layer):
-        # A forward pass inside of a backward pass is a checkpoint's recomputation. It would need the draws of the first
-        # run, and the layer saves less memory without the checkpoint.
-        if torch._C._current_graph_task_id() != -1 and not self._again:
-            name = self.stages.settings.preset.name
-            raise ValueError(
-                f"layer {layer} of a backbone with preset='{name}' is recomputed by a checkpoint. The layer stores "
-                'less than the checkpoint, so remove that (with_cp, torch.utils.checkpoint around the backbone or a '
-                'block), or leave the checkpointed part unchanged: modules=[...]'
-            )
+        if _in_backward_pass() and not self._again:
+            raise ValueError(_describe_replay(f'layer {layer} of a backbone', self.stages.settings))
 
     def _masks(self, ratio, ratios, size, device):
         """Draw the positions of each stage that has layers of this ratio."""

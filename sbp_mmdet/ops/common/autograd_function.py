@@ -169,14 +169,22 @@ def differentiable_once(backward: Callable) -> Callable:
         Callable: The decorated method.
     """
 
+    def compute(ctx, grads):
+        try:
+            return backward(ctx, *grads)
+        except RuntimeError as error:
+            if any(grad is not None and _is_batched(grad) for grad in grads):
+                raise RuntimeError(_BATCHED) from error
+            raise
+
     @uncompiled
     def run(ctx, *grads):
         if grads[0] is None and all([grad is None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
+            return compute(ctx, grads)
         with torch.no_grad():
-            gradients = backward(ctx, *grads)
+            gradients = compute(ctx, grads)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         tensors = [x for x in gradients if x is not None]
         if not tensors:
@@ -186,6 +194,14 @@ def differentiable_once(backward: Callable) -> Callable:
         return tuple(x if x is None else next(refused) for x in gradients)
 
     return run
+
+
+# Gradients that are batched by `is_grads_batched`. Older versions of torch cannot tell.
+_is_batched = getattr(torch._C._functorch, 'is_legacy_batchedtensor', lambda x: False)
+_BATCHED = (
+    'an operation of sbp_mmdet cannot compute several gradients at once (is_grads_batched=True, vectorize=True); '
+    'compute them one by one, or leave the module out, LeanHook(modules=[...])'
+)
 
 
 class _Refused(torch.autograd.Function):
