@@ -2,8 +2,10 @@
 
 import copy
 import io
+import json
 import re
 import urllib.error
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +102,23 @@ def test_keys_of_dataloaders(config):
     config.train_dataloader.batchsize = 1
     with pytest.raises(PreflightError, match="train_dataloader.batchsize=1: .*did you mean 'batch_size'"):
         preflight.check_config(config, ('train',))
+
+
+def test_annotation_files_are_checked_for_what_training_reads(config, tmp_path, capsys):
+    dataset = config.train_dataloader.dataset
+    path = Path(dataset.get('data_root', ''), dataset.ann_file).resolve()
+    content = json.loads(path.read_text())
+    content['annotations'] = []
+    config.train_dataloader.dataset.ann_file = str(tmp_path / 'empty.json')
+    (tmp_path / 'empty.json').write_text(json.dumps(content))
+    with pytest.raises(
+        PreflightError, match='train_dataloader.dataset.ann_file: filter_cfg.filter_empty_gt removes all'
+    ):
+        preflight.check_config(config, ('train',))
+    dataset.ann_file = str(path)
+    dataset.metainfo.classes = (*dataset.metainfo.classes, 'hazlenut')
+    preflight.check_config(config, ('train',))
+    assert 'classes that are no category of' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations
+from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations, check_training_images, shortened
 from hook_checks import check_hooks, dicts, on_meta, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
@@ -123,9 +123,11 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
             if path:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
-                names = check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
+                key = f'{split}_dataloader.dataset.ann_file'
+                names = check_annotations(path, key, classes, needed)
                 if split == 'train' and classes and _labels_are_categories(kind, config):
                     _check_num_classes(config, len(set(classes) & set(names)), len(classes))
+                    _check_training_set(path, key, dataset, classes, names)
         _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
@@ -156,6 +158,18 @@ def _labels_are_categories(kind, config):
     found = [step.get('type') for step in dicts((config.get('train_dataloader') or {}).get('dataset'))]
     steps = [TRANSFORMS.get(name) if isinstance(name, str) else name for name in found]
     return kind.parse_data_info is CocoDataset.parse_data_info and all(map(_is_of_mmdet, steps))
+
+
+def _check_training_set(path, key, dataset, classes, names):
+    """Check that the data set has images to train with, and warn of classes that its file does not have."""
+    if not dataset.get('test_mode'):  # which filters nothing
+        masks = any(step.get('with_mask') for step in dicts(dataset.get('pipeline')))
+        check_training_images(path, key, classes, dataset.get('filter_cfg'), masks)
+    if names and (absent := [name for name in classes if name not in names]):
+        warn(
+            f'{key}: metainfo has classes that are no category of {path}, so nothing is learnt of them: '
+            f'{shortened(absent)}; the file has {shortened(names)}'
+        )
 
 
 def _is_of_mmdet(kind):
