@@ -105,6 +105,7 @@ def find_largest_batches(
     presets: Collection[str],
     *,
     gpus: int = 1,
+    found: Callable[[BatchRow], object] = lambda row: None,
 ) -> list[BatchRow]:
     """Find the largest batch of each preset, in the precision of the config and in mixed precision.
 
@@ -114,6 +115,7 @@ def find_largest_batches(
         measure (Callable): Returns the result of ``measure_detector`` for a variant and a number of images.
         presets (Collection[str]): Presets that apply to the model.
         gpus (int): Number of GPUs. Default: 1.
+        found (Callable): Called with each row as soon as it is known. Default: does nothing.
 
     Returns:
         list[BatchRow]: A row for each variant.
@@ -131,6 +133,7 @@ def find_largest_batches(
             images, need = find_largest_batch(lambda n, v=variant: count_needed_bytes(measure(v, n), gpus > 1), budget)
             gradients = ', '.join((PRESETS[name].gradients, *(['fp16'] if pieces else [])))
             rows.append(BatchRow(variant, gradients, images, need, learning_rate(config, images * gpus)))
+            found(rows[-1])
     return rows
 
 
