@@ -5,6 +5,7 @@ Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 
 import difflib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -92,7 +93,8 @@ def check_arguments(config: Config, args: Namespace) -> None:
         args (Namespace): Arguments of mmdet's or mmpretrain's script.
 
     Raises:
-        PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, or ``--amp`` on a CPU.
+        PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, ``--amp`` on a CPU, a work
+            directory that cannot be made, or a file for predictions that is not named as a pickle.
     """
     scaling = config.get('auto_scale_lr') or {}
     if getattr(args, 'auto_scale_lr', False) and not {'enable', 'base_batch_size'} <= set(scaling):
@@ -102,6 +104,19 @@ def check_arguments(config: Config, args: Namespace) -> None:
         )
     if getattr(args, 'amp', False) and get_device() == 'cpu':
         raise PreflightError('--amp: mixed precision needs a GPU, and there is none; leave --amp out')
+    if work_dir := getattr(args, 'work_dir', None) or config.get('work_dir'):
+        _check_work_dir(Path(work_dir))
+    out = getattr(args, 'out', None)
+    if out and getattr(args, 'out_item', None) in ('pred', None) and not out.endswith(('.pkl', '.pickle')):
+        raise PreflightError(f'--out {out}: predictions are written as a pickle; give a name that ends in .pkl')
+
+
+def _check_work_dir(path):
+    found = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not found.is_dir():
+        raise PreflightError(f'work directory {path}: {found} is a file; give another folder with --work-dir')
+    if not os.access(found, os.W_OK):
+        raise PreflightError(f'work directory {path}: {found} cannot be written to; give another one with --work-dir')
 
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:
