@@ -90,6 +90,12 @@ def _config(**keys):
     )
 
 
+def test_equal_counts_of_neighbours_do_not_lead_far_beyond_the_answer():
+    counted = {}
+    images, _ = find_largest_batch(lambda n: 100 * (n - (n > 45)), 4590, counted)
+    assert images == 46 and max(counted) < 2 * images
+
+
 def test_rows_and_lines():
     images = {'none': 2, 'exact': 1, 'none+amp': 1, 'exact+amp': 0.5, 'int8': 0.5}
 

@@ -76,7 +76,8 @@ def find_largest_batch(
         high = min(above, default=LARGEST + 1)
         if high - low == 1:
             return low, counted[low]
-        other = high if above else max(images for images in counted if images < low)
+        # Counts of 45 and 46 images may be equal, so a line goes through one of half as many images or fewer.
+        other = high if above else max(images for images in counted if images <= max(low / 2, least))
         slope = max((counted[other] - counted[low]) / (other - low), 1)
         guess = int(low + (budget - counted[low]) / slope)
         if guess == low and _lie_on_a_line(counted, low) and counted[low] + slope > budget * (1 + _LINE_ERRS):
