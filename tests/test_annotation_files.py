@@ -1,5 +1,7 @@
 """Annotation files are checked before a training, the large ones without parsing them."""
 
+import json
+
 import pytest
 from helpers import make_set
 
@@ -22,3 +24,51 @@ def test_large_files_are_not_parsed(tmp_path, monkeypatch):
         path.write_bytes(bad)
         with pytest.raises(PreflightError, match=message):
             annotation_files.check_annotations(path, 'key')
+
+
+BOX = dict(id=7, image_id=1, category_id=1, bbox=[0, 0, 9, 9], area=81, segmentation=[[0, 0, 9, 0, 9, 9]])
+FILTER = dict(filter_empty_gt=True, min_size=32)
+
+
+@pytest.mark.parametrize(
+    ('annotations', 'message'),
+    [
+        ([BOX], None),
+        ([BOX, dict(id=8, ignore=True)], None),
+        ([dict(BOX, iscrowd=1)], None),
+        ([], 'removes all 1 images of .*, because none has .*; it has no annotations'),
+        ([dict(BOX, image_id='1')], "the first of its 1 annotations has image_id='1', category_id=1; these must be"),
+        ([dict(BOX, category_id=99)], 'category_id=99; these must be ids of its images and categories'),
+        ([{key: BOX[key] for key in BOX if key != 'area'}], 'annotation with id=7 in .* lacks area; mmdet reads'),
+        ([{key: BOX[key] for key in BOX if key != 'segmentation'}], 'has a segmentation, but .*with_mask=False'),
+    ],
+)
+def test_annotations_that_leave_nothing_to_train_with(annotations, message, tmp_path):
+    path = _write(tmp_path, annotations)
+    if message is None:
+        return annotation_files.check_training_images(path, 'key', ('star',), FILTER, masks=True)
+    with pytest.raises(PreflightError, match=message) as found:
+        annotation_files.check_training_images(path, 'key', ('star',), FILTER, masks=True)
+    assert '\n' not in str(found.value)
+
+
+def test_images_that_the_filter_removes(tmp_path):
+    path = _write(tmp_path, [BOX])
+    with pytest.raises(PreflightError, match='filter_cfg.min_size=65 removes all images of .*smaller min_size'):
+        annotation_files.check_training_images(path, 'key', ('star',), dict(min_size=65))
+    empty = _write(tmp_path, [])
+    annotation_files.check_training_images(empty, 'key', ('star',))
+    with pytest.raises(PreflightError, match='lists no images'):
+        annotation_files.check_training_images(_write(tmp_path, [], images=[]), 'key', ('star',))
+
+
+def test_one_class_without_a_comma(tmp_path):
+    with pytest.raises(PreflightError, match=r"classes='star', a string, .*: classes=\('star',\)"):
+        annotation_files.check_annotations(_write(tmp_path, [BOX]), 'key', 'star')
+
+
+def _write(folder, annotations, images=(dict(id=1, file_name='a.png', width=64, height=64),)):
+    path = folder / 'set.json'
+    content = dict(images=list(images), annotations=annotations, categories=[dict(id=1, name='star')])
+    path.write_text(json.dumps(content))
+    return path

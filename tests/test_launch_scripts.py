@@ -35,6 +35,22 @@ def test_launcher_is_valid_and_explains_itself(script, tmp_path):
     assert f'bash tools/{script} ' in done.stderr and 'PY_ARGS' in done.stderr and 'set -' not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ('script', 'arguments', 'variables'),
+    [
+        ('dist_train.sh', ('2', 'c.py'), {}),
+        ('dist_train.sh', ('c.py', '0'), {}),
+        ('slurm_train.sh', ('part', 'job', 'c.py', 'dir'), dict(GPUS='c.py')),
+    ],
+)
+def test_number_of_gpus_is_named(script, arguments, variables, tmp_path):
+    done = run('bash', TOOLS / script, *arguments, cwd=tmp_path, check=False, **variables)
+    assert done.returncode == 2
+    wrong = variables.get('GPUS', arguments[-1])
+    assert done.stderr.startswith(f"error: GPUS='{wrong}' must be a whole number of 1 or more")
+    assert done.stderr.count('\n') == 1
+
+
 def test_dist_train(launch):
     options = ['--work-dir', 'a dir', '--cfg-options', 'a=*', 'b="[(1, 2)]"']
     words, environment = launch('dist_train.sh', 'my config.py', '2', *options, PY_ARGS='--amp  c=*')

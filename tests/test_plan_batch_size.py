@@ -90,6 +90,12 @@ def _config(**keys):
     )
 
 
+def test_equal_counts_of_neighbours_do_not_lead_far_beyond_the_answer():
+    counted = {}
+    images, _ = find_largest_batch(lambda n: 100 * (n - (n > 45)), 4590, counted)
+    assert images == 46 and max(counted) < 2 * images
+
+
 def test_rows_and_lines():
     images = {'none': 2, 'exact': 1, 'none+amp': 1, 'exact+amp': 0.5, 'int8': 0.5}
 
@@ -99,7 +105,9 @@ def test_rows_and_lines():
 
     budget = int(8 * GB * (1 + MARGIN) + WORKSPACES + CONTEXT)
     config = _config(auto_scale_lr=dict(base_batch_size=16))
-    rows = find_largest_batches(config, budget, measure, ('none', 'exact', 'int8'), gpus=1)
+    found = []
+    rows = find_largest_batches(config, budget, measure, ('none', 'exact', 'int8'), gpus=1, found=found.append)
+    assert found == rows
     assert [(row.variant, row.gradients, row.images) for row in rows] == [
         ('none', 'exact', 4),
         ('exact', 'exact', 8),
@@ -119,10 +127,12 @@ def test_the_command(monkeypatch, capsys):
         BatchRow('exact_min', 'exact', 1, 5 * GB, 0.00125),
         BatchRow('int8', 'int8', 2, 6 * GB, 0.0025),
     ]
-    monkeypatch.setattr(command, 'find_largest_batches', lambda *args, **keys: rows)
+    monkeypatch.setattr(command, 'find_largest_batches', lambda *args, found, **keys: [*map(found, rows)] and rows)
     monkeypatch.setattr(command, 'list_presets', lambda base: ['none'])
     command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333', '--json'])
-    results = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert 'none: not one image fits; it needs 8.38 GiB\nexact_min: 1 image in 4.66 GiB\n' in printed.err
+    results = json.loads(printed.out)
     assert results['answer'] == 'exact_min' and results['rows'][2]['images'] == 2
     command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
     page = capsys.readouterr().out

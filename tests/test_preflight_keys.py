@@ -2,8 +2,11 @@
 
 import copy
 import io
+import json
 import re
 import urllib.error
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +103,36 @@ def test_keys_of_dataloaders(config):
     config.train_dataloader.batchsize = 1
     with pytest.raises(PreflightError, match="train_dataloader.batchsize=1: .*did you mean 'batch_size'"):
         preflight.check_config(config, ('train',))
+
+
+def test_places_to_write_to(config, tmp_path):
+    (tmp_path / 'file').touch()
+    preflight.check_arguments(config, Namespace(work_dir=str(tmp_path / 'new/er'), out='a.pkl'))
+    for name in ('file', 'file/in'):
+        with pytest.raises(
+            PreflightError, match='work directory .*file is a file; give another folder with --work-dir'
+        ):
+            preflight.check_arguments(config, Namespace(work_dir=str(tmp_path / name)))
+    with pytest.raises(PreflightError, match='--out a.json: .*ends in .pkl'):
+        preflight.check_arguments(config, Namespace(out='a.json'))
+    preflight.check_arguments(config, Namespace(out='a.json', out_item='metrics'))  # of mmpretrain
+
+
+def test_annotation_files_are_checked_for_what_training_reads(config, tmp_path, capsys):
+    dataset = config.train_dataloader.dataset
+    path = Path(dataset.get('data_root', ''), dataset.ann_file).resolve()
+    content = json.loads(path.read_text())
+    content['annotations'] = []
+    config.train_dataloader.dataset.ann_file = str(tmp_path / 'empty.json')
+    (tmp_path / 'empty.json').write_text(json.dumps(content))
+    with pytest.raises(
+        PreflightError, match='train_dataloader.dataset.ann_file: filter_cfg.filter_empty_gt removes all'
+    ):
+        preflight.check_config(config, ('train',))
+    dataset.ann_file = str(path)
+    dataset.metainfo.classes = (*dataset.metainfo.classes, 'hazlenut')
+    preflight.check_config(config, ('train',))
+    assert 'classes that are no category of' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks of annotation files: whether they are there, COCO format, and have some of the classes.
+"""Checks of annotation files: whether they are there, COCO format, have some of the classes, and images to train with.
 
 Nothing here imports sbp_mmdet, see :mod:`preflight`.
 """
@@ -7,10 +7,11 @@ import json
 import mmap
 from pathlib import Path
 
-__all__ = ['KEYS', 'TEST_KEYS', 'PreflightError', 'check_annotations']
+__all__ = ['KEYS', 'TEST_KEYS', 'PreflightError', 'check_annotations', 'check_training_images', 'shortened']
 
 KEYS = ('images', 'annotations', 'categories')
 TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
+_READ_BY_MMDET = ('image_id', 'category_id', 'bbox', 'area')
 _REMEDY = 'give the path of a COCO-format file in ann_file (it is joined to data_root)'
 # Up to here a file is parsed (a second for this size); beyond, its ends and its keys are looked at.
 _PARSE_BYTES = 50_000_000
@@ -37,13 +38,82 @@ def check_annotations(
         names = _category_names(path, needed)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PreflightError(f'{key}: {path} is not a COCO-format annotation file: {error}; {_REMEDY}') from error
+    if isinstance(classes, str):
+        raise PreflightError(
+            f'{key}: metainfo has classes={classes!r}, a string, whose letters would be the classes; a tuple of one '
+            f'name has a comma: classes=({classes!r},)'
+        )
     if classes and names and not set(classes) & set(names):
         raise PreflightError(
             f'{key}: no category of {path} is one of the classes of metainfo, so there is nothing to learn; '
-            f'the file has {_shortened(names)}, metainfo has {_shortened(classes)}; set '
+            f'the file has {shortened(names)}, metainfo has {shortened(classes)}; set '
             "metainfo=dict(classes=(...)) to the file's names, and num_classes to their number"
         )
     return names
+
+
+def check_training_images(
+    path: Path, key: str, classes: tuple[str, ...], filter_cfg: dict | None = None, masks: bool = False
+) -> None:
+    """Check that mmdet can train with a file in COCO format: that images are left, and annotations are complete.
+
+    Files that are too large to be parsed are not checked.
+
+    Args:
+        path (Path): A file that :func:`check_annotations` accepts.
+        key (str): Where the config names it.
+        classes (tuple[str, ...]): Names of the classes.
+        filter_cfg (dict | None): That of the data set. Default: None.
+        masks (bool): Whether masks are loaded. Default: False.
+
+    Raises:
+        PreflightError: If the data set removes all images, or an annotation lacks what mmdet reads from it.
+    """
+    if path.stat().st_size > _PARSE_BYTES:
+        return
+    content = json.loads(path.read_bytes())
+    known = {category.get('id') for category in content['categories'] if category['name'] in classes}
+    annotations = [one for one in content['annotations'] if not one.get('ignore')]  # mmdet skips the rest
+    for one in annotations:
+        if lacks := [name for name in _READ_BY_MMDET if name not in one]:
+            raise PreflightError(
+                f'{key}: the annotation with id={one.get("id")} in {path} lacks {", ".join(lacks)}; mmdet reads '
+                f'{", ".join(_READ_BY_MMDET)} of every annotation'
+            )
+    annotations = [one for one in annotations if one['category_id'] in known]
+    filter_cfg = filter_cfg or {}
+    _check_filter(path, key, content, {one['image_id'] for one in annotations}, filter_cfg)
+    if masks and annotations and not any(one.get('segmentation') for one in annotations):
+        raise PreflightError(
+            f'{key}: no annotation of {path} has a segmentation, but LoadAnnotations has with_mask=True; train a '
+            'detector of boxes with with_mask=False, or add the masks to the file'
+        )
+
+
+def _check_filter(path, key, content, annotated, filter_cfg):
+    """Find a filter that removes all images, for which mmengine's error names neither the file nor the filter."""
+    images, min_size = content['images'], filter_cfg.get('min_size', 0)
+    if not images:
+        raise PreflightError(f'{key}: {path} lists no images; {_REMEDY}')
+    if filter_cfg.get('filter_empty_gt'):
+        images = [image for image in images if image.get('id') in annotated]
+    if not images:
+        seen = 'it has no annotations'
+        if content['annotations']:
+            first = content['annotations'][0]
+            seen = (
+                f'the first of its {len(content["annotations"])} annotations has image_id={first["image_id"]!r}, '
+                f'category_id={first["category_id"]!r}; these must be ids of its images and categories'
+            )
+        raise PreflightError(
+            f'{key}: filter_cfg.filter_empty_gt removes all {len(content["images"])} images of {path}, because none '
+            f'has an annotation of the classes; {seen}'
+        )
+    if all(min(image.get('width', min_size), image.get('height', min_size)) < min_size for image in images):
+        raise PreflightError(
+            f'{key}: filter_cfg.min_size={min_size} removes all images of {path}, because their shorter sides are '
+            'smaller; set a smaller min_size'
+        )
 
 
 def _category_names(path, needed):
@@ -79,5 +149,6 @@ def _require(needed, has):
         raise ValueError(f'it lacks {", ".join(lacks)}')
 
 
-def _shortened(names):
+def shortened(names: list[str]) -> str:
+    """Return the first ten names, and the number of the others."""
     return f'{list(names)[:10]}' + (f' and {len(names) - 10} more' if len(names) > 10 else '')

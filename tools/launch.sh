@@ -12,9 +12,17 @@ usage() {
     exit 2
 }
 
+# check_number NAME VALUE: stops unless the value is a whole number above 0.
+check_number() {
+    [[ $2 =~ ^[1-9][0-9]*$ ]] && return
+    echo "error: $1='$2' must be a whole number of 1 or more; $0 without arguments prints their order" >&2
+    exit 2
+}
+
 # by_torchrun GPUS SCRIPT [ARG ...]
 by_torchrun() {
     local gpus=$1
+    [[ $gpus == auto || $gpus == gpu ]] || check_number GPUS "$gpus" # torchrun counts them for these two words
     shift
     exec "${PYTHON:-python}" -m torch.distributed.run \
         --nnodes="${NNODES:-1}" \
@@ -28,6 +36,7 @@ by_torchrun() {
 # by_srun PARTITION JOB_NAME SCRIPT [ARG ...]
 by_srun() {
     local partition=$1 job_name=$2 gpus=${GPUS:-8}
+    check_number GPUS "$gpus"
     local gpus_per_node=${GPUS_PER_NODE:-$((gpus < 8 ? gpus : 8))}
     shift 2
     export MASTER_PORT="${PORT:-${MASTER_PORT:-29500}}"

@@ -5,6 +5,7 @@ Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 
 import difflib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -12,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations
+from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations, check_training_images, shortened
 from hook_checks import check_hooks, class_name, dicts, on_meta, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
@@ -91,7 +92,8 @@ def check_arguments(config: Config, args: Namespace) -> None:
         args (Namespace): Arguments of mmdet's or mmpretrain's script.
 
     Raises:
-        PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, or ``--amp`` on a CPU.
+        PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, ``--amp`` on a CPU, a work
+            directory that cannot be made, or a file for predictions that is not named as a pickle.
     """
     scaling = config.get('auto_scale_lr') or {}
     if getattr(args, 'auto_scale_lr', False) and not {'enable', 'base_batch_size'} <= set(scaling):
@@ -101,6 +103,19 @@ def check_arguments(config: Config, args: Namespace) -> None:
         )
     if getattr(args, 'amp', False) and get_device() == 'cpu':
         raise PreflightError('--amp: mixed precision needs a GPU, and there is none; leave --amp out')
+    if work_dir := getattr(args, 'work_dir', None) or config.get('work_dir'):
+        _check_work_dir(Path(work_dir))
+    out = getattr(args, 'out', None)
+    if out and getattr(args, 'out_item', None) in ('pred', None) and not out.endswith(('.pkl', '.pickle')):
+        raise PreflightError(f'--out {out}: predictions are written as a pickle; give a name that ends in .pkl')
+
+
+def _check_work_dir(path):
+    found = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not found.is_dir():
+        raise PreflightError(f'work directory {path}: {found} is a file; give another folder with --work-dir')
+    if not os.access(found, os.W_OK):
+        raise PreflightError(f'work directory {path}: {found} cannot be written to; give another one with --work-dir')
 
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:
@@ -122,9 +137,11 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
             path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
             if path:
                 classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
-                names = check_annotations(path, f'{split}_dataloader.dataset.ann_file', classes, needed)
+                key = f'{split}_dataloader.dataset.ann_file'
+                names = check_annotations(path, key, classes, needed)
                 if split == 'train' and classes and _labels_are_categories(kind, config):
                     _check_num_classes(config, len(set(classes) & set(names)), len(classes))
+                    _check_training_set(path, key, dataset, classes, names)
         _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
@@ -155,6 +172,18 @@ def _labels_are_categories(kind, config):
     found = [step.get('type') for step in dicts((config.get('train_dataloader') or {}).get('dataset'))]
     steps = [TRANSFORMS.get(name) if isinstance(name, str) else name for name in found]
     return kind.parse_data_info is CocoDataset.parse_data_info and all(map(_is_of_mmdet, steps))
+
+
+def _check_training_set(path, key, dataset, classes, names):
+    """Check that the data set has images to train with, and warn of classes that its file does not have."""
+    if not dataset.get('test_mode'):  # which filters nothing
+        masks = any(step.get('with_mask') for step in dicts(dataset.get('pipeline')))
+        check_training_images(path, key, classes, dataset.get('filter_cfg'), masks)
+    if names and (absent := [name for name in classes if name not in names]):
+        warn(
+            f'{key}: metainfo has classes that are no category of {path}, so nothing is learnt of them: '
+            f'{shortened(absent)}; the file has {shortened(names)}'
+        )
 
 
 def _is_of_mmdet(kind):

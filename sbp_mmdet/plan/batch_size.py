@@ -76,7 +76,8 @@ def find_largest_batch(
         high = min(above, default=LARGEST + 1)
         if high - low == 1:
             return low, counted[low]
-        other = high if above else max(images for images in counted if images < low)
+        # Counts of 45 and 46 images may be equal, so a line goes through one of half as many images or fewer.
+        other = high if above else max(images for images in counted if images <= max(low / 2, least))
         slope = max((counted[other] - counted[low]) / (other - low), 1)
         guess = int(low + (budget - counted[low]) / slope)
         if guess == low and _lie_on_a_line(counted, low) and counted[low] + slope > budget * (1 + _LINE_ERRS):
@@ -105,6 +106,7 @@ def find_largest_batches(
     presets: Collection[str],
     *,
     gpus: int = 1,
+    found: Callable[[BatchRow], object] = lambda row: None,
 ) -> list[BatchRow]:
     """Find the largest batch of each preset, in the precision of the config and in mixed precision.
 
@@ -114,6 +116,7 @@ def find_largest_batches(
         measure (Callable): Returns the result of ``measure_detector`` for a variant and a number of images.
         presets (Collection[str]): Presets that apply to the model.
         gpus (int): Number of GPUs. Default: 1.
+        found (Callable): Called with each row as soon as it is known. Default: does nothing.
 
     Returns:
         list[BatchRow]: A row for each variant.
@@ -131,6 +134,7 @@ def find_largest_batches(
             images, need = find_largest_batch(lambda n, v=variant: count_needed_bytes(measure(v, n), gpus > 1), budget)
             gradients = ', '.join((PRESETS[name].gradients, *(['fp16'] if pieces else [])))
             rows.append(BatchRow(variant, gradients, images, need, learning_rate(config, images * gpus)))
+            found(rows[-1])
     return rows
 
 

@@ -227,7 +227,8 @@ def _plan_batches(args, config, budget, size):
         return count_step(base, variant, batch_shape, f'{variant}, {images} images')
 
     try:
-        rows = find_largest_batches(base, budget, measure, list_presets(base), gpus=args.gpus)
+        presets = list_presets(base)
+        rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, found=_print_found)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
     finally:
@@ -241,6 +242,13 @@ def _plan_batches(args, config, budget, size):
         print(format_batches(args, config, inputs, budget, rows, best, lines))
     if best is None:
         raise SystemExit(1)
+
+
+def _print_found(row):
+    """Print a result while others are still counted, which takes minutes, so that an interruption does not lose it."""
+    end_progress()
+    answer = f'{row.images} image{"s" * (row.images > 1)} in' if row.images else 'not one image fits; it needs'
+    print(f'{row.variant}: {answer} {format_gib(row.need)}', file=sys.stderr, flush=True)
 
 
 def _print_json(args, budget, inputs, rows, best, lines):

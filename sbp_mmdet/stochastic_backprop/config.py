@@ -22,8 +22,8 @@ class SBPConfig:
         blocks (Sequence[int] | None): How many leading blocks of each stage are thinned. In a network with one stage
             (ViT) the number counts the last blocks instead. If ``None``, the paper's choice for this architecture, see
             :mod:`.layers`. Default: None.
-        downsample (bool): Whether the downsampling layers between thinned stages are thinned too (section 3.2.2).
-            Default: True.
+        downsample (bool): Whether the downsampling layers between stages are thinned too, except the one into the last
+            stage (section 3.2.2). They do not depend on ``blocks``. Default: True.
         attention (str): What attention layers drop, 'qkv', 'query' or 'head' (section 4, "How to apply SBP on MHSA?").
             Default: 'qkv'.
 
