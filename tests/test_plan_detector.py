@@ -370,8 +370,11 @@ def test_autocast_follows_cudas_rules():
             x.exp(),
             x.sum(),
             x.softmax(1),
+            F.softmax(x - x.max(1, keepdim=True)[0], dim=1),
+            F.softmax(x, 1, dtype=None),
         ):
             assert full.dtype == torch.float32
+        assert torch.softmax(x, 1, torch.float64).dtype == torch.float64
         assert F.relu(x).dtype == (x + x).dtype == x.sigmoid().dtype == torch.bfloat16
     with autocast('cpu', None):
         assert x.exp().dtype == torch.bfloat16

@@ -1,12 +1,13 @@
 """``sbp-mmdet plan CONFIG --batch max``: the largest batch that fits into a GPU, for each preset."""
 
+import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from mmengine.config import Config
 
 from ..presets import PRESETS
-from .planner import ORDER, count_needed_bytes
+from .planner import ORDER, count_needed_bytes, raise_error
 from .variants import NotApplicable, find_piece_changes
 
 __all__ = ['LARGEST', 'BatchRow', 'find_largest_batch', 'find_largest_batches', 'learning_rate']
@@ -99,6 +100,10 @@ def _lie_on_a_line(counted, low):
     return abs(expected / middle - 1) < _LINE_ERRS / 2
 
 
+def _count_batch(measure, variant, ddp, images):
+    return count_needed_bytes(measure(variant, images), ddp)
+
+
 def find_largest_batches(
     config: Config,
     budget: int,
@@ -107,6 +112,7 @@ def find_largest_batches(
     *,
     gpus: int = 1,
     found: Callable[[BatchRow], object] = lambda row: None,
+    failed: Callable[[str, Exception], object] = raise_error,
 ) -> list[BatchRow]:
     """Find the largest batch of each preset, in the precision of the config and in mixed precision.
 
@@ -117,6 +123,7 @@ def find_largest_batches(
         presets (Collection[str]): Presets that apply to the model.
         gpus (int): Number of GPUs. Default: 1.
         found (Callable): Called with each row as soon as it is known. Default: does nothing.
+        failed (Callable): See :func:`.planner.plan`. Default: raises the error.
 
     Returns:
         list[BatchRow]: A row for each variant.
@@ -131,7 +138,14 @@ def find_largest_batches(
             if name not in presets or (pieces and PRESETS[name].gradients != 'exact'):
                 continue
             variant = '+'.join((name, *pieces))
-            images, need = find_largest_batch(lambda n, v=variant: count_needed_bytes(measure(v, n), gpus > 1), budget)
+            try:
+                count = functools.partial(_count_batch, measure, variant, gpus > 1)
+                images, need = find_largest_batch(count, budget)
+            except Exception as error:
+                if variant == 'none':
+                    raise
+                failed(variant, error)
+                continue
             gradients = ', '.join((PRESETS[name].gradients, *(['fp16'] if pieces else [])))
             rows.append(BatchRow(variant, gradients, images, need, learning_rate(config, images * gpus)))
             found(rows[-1])

@@ -11,6 +11,7 @@ sbp-mmdet check                         whether this environment can train: vers
 import argparse
 import contextlib
 import difflib
+import functools
 import json
 import logging
 import os
@@ -186,7 +187,8 @@ def _plan(args, config):
             'Give the memory of a larger GPU, such as --budget 8GiB'
         )
     try:
-        rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, eight_bit=args.adamw8bit)
+        options = dict(eight_bit=args.adamw8bit, failed=functools.partial(_print_failed, args, config))
+        rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
     finally:
@@ -228,7 +230,8 @@ def _plan_batches(args, config, budget, size):
 
     try:
         presets = list_presets(base)
-        rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, found=_print_found)
+        options = dict(found=_print_found, failed=functools.partial(_print_failed, args, config))
+        rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
     finally:
@@ -249,6 +252,13 @@ def _print_found(row):
     end_progress()
     answer = f'{row.images} image{"s" * (row.images > 1)} in' if row.images else 'not one image fits; it needs'
     print(f'{row.variant}: {answer} {format_gib(row.need)}', file=sys.stderr, flush=True)
+
+
+def _print_failed(args, config, variant, error):
+    """Warn of a variant that is left out because its step fails, such as mixed precision in mmdet's DDQ."""
+    end_progress()
+    text = bad_input(args.config, f'a training step with {variant} cannot be run', error, config)
+    print(f'sbp-mmdet: warning: {text}; it is left out', file=sys.stderr, flush=True)
 
 
 def _print_json(args, budget, inputs, rows, best, lines):

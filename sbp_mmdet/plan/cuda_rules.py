@@ -65,9 +65,10 @@ class autocast_rules(TorchFunctionMode):  # noqa: N801  a context manager like t
         if name in _FULL_PRECISION:
             with torch.autocast('cpu', enabled=False):
                 return func(*map(_full, args), **{key: _full(value) for key, value in kwargs.items()})
-        if name in _FULL_PRECISION_RESULT and _is_reduced(args[0] if args else None) and not kwargs.get('dtype'):
+        given = kwargs.get('dtype') or any(isinstance(value, torch.dtype) for value in args)
+        if name in _FULL_PRECISION_RESULT and _is_reduced(args[0] if args else None) and not given:
             with torch.autocast('cpu', enabled=False):
-                return func(*args, **kwargs, dtype=torch.float32)
+                return func(*args, **{**kwargs, 'dtype': torch.float32})  # which may be given as None
         return func(*args, **kwargs)
 
 

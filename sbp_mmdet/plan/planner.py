@@ -1,6 +1,5 @@
 """The variants of a detector that fit into a GPU: the config itself, or presets in the order of their costs."""
 
-import contextlib
 import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -24,6 +23,7 @@ __all__ = [
     'parse_bytes',
     'parse_size',
     'plan',
+    'raise_error',
 ]
 
 # Memory in addition to the counted bytes, fitted to what mmdet's authors measured on GPUs (research/zoo_memory.py).
@@ -128,6 +128,16 @@ def count_needed_bytes(row: dict, ddp: bool = False, held_by: str = 'capacity') 
     return int(row[held_by] + buckets + (row['peak'] + buckets) * MARGIN + WORKSPACES + CONTEXT)
 
 
+def raise_error(variant: str, error: Exception) -> None:
+    """Raise the error of a variant: the default of ``failed`` in :func:`plan`.
+
+    Args:
+        variant (str): The variant.
+        error (Exception): What its step raised.
+    """
+    raise error
+
+
 def plan(
     config: Config,
     budget: int,
@@ -137,6 +147,7 @@ def plan(
     own: str | None = None,
     ddp: bool = False,
     eight_bit: bool = False,
+    failed: Callable[[str, Exception], object] = raise_error,
 ) -> list[Row]:
     """Count variants of a config until it is known which of them fit.
 
@@ -153,6 +164,8 @@ def plan(
             ``None``, it has none. Default: None.
         ddp (bool): See :func:`count_needed_bytes`. Default: False.
         eight_bit (bool): Whether to consider 8-bit optimizer states, too. Default: False.
+        failed (Callable): Called with a variant whose step cannot be run and the error, and returns if the variant is
+            to be left out. Errors of the config itself and of its plain model are raised. Default: raises the error.
 
     Returns:
         list[Row]: :data:`OWN`, if there is one, 'none' and 'with_cp', then for each preset the variant that fits, or
@@ -172,13 +185,13 @@ def plan(
         if rows[-1].fits:
             return rows
     if 'with_cp' in presets:
-        rows.append(count_variant('with_cp'))
+        rows += _first_that_fits(['with_cp'], count_variant, failed)
     for name in ORDER:
         if name in presets:
             variants = [v for v in dict.fromkeys(_list_variants(config, name)) if eight_bit or 'adamw8bit' not in v]
-            rows.append(_first_that_fits(variants, count_variant))
+            rows += _first_that_fits(variants, count_variant, failed)
         if name == 'exact_min':  # the presets that follow change gradients more than half precision does
-            rows += _try_half_precision(config, count_variant, presets)
+            rows += _try_half_precision(config, count_variant, presets, failed)
     return rows
 
 
@@ -187,14 +200,14 @@ def most_counts(presets: Collection[str]) -> int:
     return 5 + sum(len(_LADDERS[name]) for name in ORDER if name in presets)
 
 
-def _try_half_precision(config, count_variant, presets):
+def _try_half_precision(config, count_variant, presets, failed):
     """Return a row of mixed precision, alone or with an exact preset, or no row if the config has it already."""
     try:
         find_piece_changes(config, ['amp'])
     except NotApplicable:
         return []
     names = ['none', *(name for name in ('exact', 'exact_min') if name in presets)]
-    return [_first_that_fits([f'{name}+amp' for name in names], count_variant)]
+    return _first_that_fits([f'{name}+amp' for name in names], count_variant, failed)
 
 
 def _list_variants(config, name):
@@ -210,18 +223,23 @@ def _list_variants(config, name):
         yield '+'.join(variant)
 
 
-def _first_that_fits(variants, count_variant):
-    """Return the row of the first variant that fits, or else the smallest: a piece may cost more than it saves.
+def _first_that_fits(variants, count_variant, failed):
+    """Return a list of the first variant that fits, or else the smallest, since a piece may cost more than it saves.
 
-    Variants that checkpoint layers which drop positions cannot be trained, and are left out.
+    Variants that checkpoint layers which drop positions cannot be trained, and are left out; so are those that fail.
     """
     rows = []
     for variant in variants:
-        with contextlib.suppress(DrawsInside):
+        try:
             rows.append(count_variant(variant))
-            if rows[-1].fits:
-                return rows[-1]
-    return min(rows, key=lambda row: row.need)
+        except DrawsInside:
+            continue
+        except Exception as error:  # whatever a model's own code raises, for example in half precision
+            failed(variant, error)
+            continue
+        if rows[-1].fits:
+            return rows[-1:]
+    return sorted(rows, key=lambda row: row.need)[:1]
 
 
 def choose_row(rows: list[Row]) -> Row | None:

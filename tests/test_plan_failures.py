@@ -1,0 +1,64 @@
+"""Variants whose step cannot be run, as DDQ's in mixed precision, are told and left out of the plan."""
+
+import pytest
+from test_plan_command import FRCNN, GB, _count_of_variant
+
+from sbp_mmdet.plan import command, counts
+from sbp_mmdet.plan.batch_size import find_largest_batches
+from sbp_mmdet.plan.planner import plan
+from sbp_mmdet.plan.variants import load_config, plain
+
+CASE = ['plan', FRCNN, '--size', '64x64', '--boxes', '1', '--budget', '8GiB']
+HALF = RuntimeError('no such product in half precision')
+
+
+def fail_in(*failing):
+    """Return a function that counts 20 GB for each variant, and raises for some."""
+
+    def measure(variant, *_):
+        if any(variant.endswith(name) for name in failing):
+            raise HALF
+        return _count_of_variant(20 * GB, GB)
+
+    return measure
+
+
+@pytest.mark.parametrize('failing', [('amp',), ('with_cp',), ('int8', 'cp-heads', 'cp-rpn', 'cp-neck')], ids=str)
+def test_the_others_are_counted(failing):
+    config, told = plain(load_config(FRCNN)), []
+    presets = ('none', 'with_cp', 'exact', 'int8')
+    expected = [row.variant for row in plan(config, GB, fail_in(), presets)]
+    rows = plan(config, GB, fail_in(*failing), presets, failed=lambda *failure: told.append(failure))
+    dropped = [name for name in expected if name not in [row.variant for row in rows]]
+    assert len(dropped) == 1 and [row.variant for row in rows] == [name for name in expected if name not in dropped]
+    assert {name for name, _ in told} >= {*dropped} and all(error is HALF for _, error in told)
+    with pytest.raises(RuntimeError, match='half precision'):
+        plan(config, GB, fail_in(*failing), presets)
+
+
+def test_a_plain_model_that_fails_has_no_plan():
+    with pytest.raises(RuntimeError, match='half precision'):
+        plan(plain(load_config(FRCNN)), GB, fail_in('none'), ('none', 'exact'), failed=lambda *failure: None)
+
+
+def test_largest_batches_of_the_others():
+    config, told, presets = load_config(FRCNN), [], ('none', 'exact')
+    options = dict(failed=lambda *failure: told.append(failure))
+    rows = find_largest_batches(config, GB, fail_in('exact+amp'), presets, **options)
+    assert [row.variant for row in rows] == ['none', 'exact', 'none+amp'] and told == [('exact+amp', HALF)]
+    with pytest.raises(RuntimeError, match='half precision'):
+        find_largest_batches(config, GB, fail_in('none'), presets, **options)
+
+
+@pytest.mark.parametrize('batch', ['2', 'max'])
+def test_the_command_warns(batch, monkeypatch, capsys):
+    monkeypatch.setattr(counts, 'list_presets', lambda base: ['none', 'exact'])
+    monkeypatch.setattr(command, 'list_presets', lambda base: ['none', 'exact'])
+    monkeypatch.setattr(counts, 'count_step', lambda config, *args: fail_in('amp')(args[0]))
+    monkeypatch.setattr(command, 'count_step', lambda config, *args: fail_in('amp')(args[0]))
+    with pytest.raises(SystemExit) as ended:
+        command.main([*CASE, '--batch', batch])
+    printed = capsys.readouterr()
+    assert ended.value.code == 1 and 'Traceback' not in printed.err and 'exact' in printed.out
+    warning = f'sbp-mmdet: warning: {FRCNN}: a training step with none+amp cannot be run: RuntimeError: {HALF} ('
+    assert warning in printed.err and 'it is left out' in printed.err
