@@ -99,6 +99,15 @@ def test_a_trained_head_assigns_eight_predictions_to_a_box():
         as_if_trained(head)
 
 
+def test_a_small_image_with_fewer_predictions():
+    head = nn.Module()
+    head.assigner = DynamicSoftLabelAssigner()
+    as_if_trained(head)
+    cost = torch.rand(4, 1)
+    assigned = head.assigner.dynamic_k_matching(cost, torch.zeros(4, 1), 1, torch.ones(4, dtype=torch.bool))
+    assert len(assigned[1]) == 4
+
+
 def test_the_batch_is_what_the_pipeline_gives():
     data = build_batch(2, 90, 120, 30, 4, with_masks=True)
     assert [image.shape for image in data['inputs']] == [(3, 90, 120)] * 2

@@ -242,6 +242,7 @@ def _assign_cheapest(original, per_box, cost, ious, *args):
         tuple: Result of ``original``.
     """
     cheapest = cost.topk(min(13, len(cost)), 0, largest=False).indices
+    per_box = min(per_box, len(cheapest))  # of a small image, as many as there are
     return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, (per_box + 0.5) / len(cheapest)), *args)
 
 
