@@ -142,13 +142,15 @@ def _forward(settings, tensors, needs):
     # First pass over the positions: G. Second pass: u and y.
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
     for chunk in parts:
-        response[chunk.images] += _by_image(chunk, activations.of(chunk).to(response.dtype)).square().sum(1)
+        squares = activations.of(chunk).to(response.dtype, copy=True).square_()
+        response[chunk.images] += _by_image(chunk, squares).sum(1)
+        del squares
     response.sqrt_()
     scale = _Response.of_norm(settings, t, response).scale.to(settings.dtype)
     bias = t.grn_bias.to(settings.dtype)
 
     def run_second_layer(chunk):
-        u = torch.addcmul(bias, _by_image(chunk, activations.of(chunk)), scale[chunk.images].unsqueeze(1))
+        u = torch.addcmul(bias, _by_image(chunk, activations.take(chunk)), scale[chunk.images].unsqueeze(1))
         return torch.addmm(weights.b2, u.flatten(0, 1), weights.w2.t())
 
     branch = ((chunk, run_second_layer(chunk)) for chunk in reversed(parts))
@@ -193,9 +195,10 @@ def _backward(settings, saved, grad, needs):
         _add_second_layer(settings, t, response, sums, chunk, hidden.of(chunk), chunk.take_rows(outer))
     through, dx = response.backward(t, sums.responses), torch.empty_like(xhat)
     for chunk in reversed(parts):
-        dh = _hidden_gradient(settings, response, through, chunk, *hidden.of(chunk))
+        dh = _hidden_gradient(settings, response, through, chunk, *hidden.take(chunk))
         _add_first_layer(settings, sums, dh, chunk.take_rows(xhat))
         chunk.put_(dx, dh @ weights.w1)
+        del dh
     dx = in_shape(normalise_backward(dx, xhat, rstd, saved.dtype), grad.shape) if needs.x else None
     first = unfold(sums.w1, sums.b1, t.weight1, t.norm_weight, t.norm_bias)
     of_grn = (sums.responses * response.relative).sum(0), sums.grn_bias
@@ -230,11 +233,19 @@ class _LastChunk:
             self._chunk, self._tensors = chunk, self._compute(chunk)
         return self._tensors
 
+    def take(self, chunk):
+        """Return the tensors of this chunk, and keep them no longer."""
+        tensors = self.of(chunk)
+        self._chunk = self._tensors = None
+        return tensors
+
 
 def _add_second_layer(settings, t, response, sums, chunk, hidden, outer):
     """Add the gradients that do not need dG: those of the second layer and of GRN."""
     _, a, du = hidden
-    sums.responses[chunk.images] += _by_image(chunk, du.to(sums.responses.dtype) * a).sum(1)
+    products = du.to(sums.responses.dtype, copy=True).mul_(a)
+    sums.responses[chunk.images] += _by_image(chunk, products).sum(1)
+    del products
     sums.grn_bias.add_(column_sums(du))
     drawn = draw(settings.form.sample, outer)
     scale = response.scale[chunk.images].to(a.dtype).unsqueeze(1)
@@ -246,7 +257,7 @@ def _hidden_gradient(settings, response, through, chunk, h, a, du):
     """Return the gradient of the hidden layer before the GELU, from dG / G (``through``)."""
     images = chunk.images
     # da = (1 + w n) du + a * dG / G
-    da = _by_image(chunk, du) * response.scale[images].to(settings.dtype).unsqueeze(1)
+    da = _by_image(chunk, du).mul_(response.scale[images].to(settings.dtype).unsqueeze(1))
     da = da.add_(_by_image(chunk, a) * through[images].unsqueeze(1))  # dG / G alone may leave the range of fp16
     return torch.ops.aten.gelu_backward(da.flatten(0, 1), h, approximate=settings.approximate)
 
