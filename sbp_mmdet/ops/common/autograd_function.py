@@ -169,22 +169,19 @@ def differentiable_once(backward: Callable) -> Callable:
         Callable: The decorated method.
     """
 
-    def compute(ctx, grads):
-        try:
-            return backward(ctx, *grads)
-        except RuntimeError as error:
-            if any(grad is not None and _is_batched(grad) for grad in grads):
-                raise RuntimeError(_BATCHED) from error
-            raise
-
     @uncompiled
     def run(ctx, *grads):
         if grads[0] is None and all([grad is None for grad in grads]):
             return (None,) * len(ctx.needs_input_grad)
-        if not torch.is_grad_enabled():
-            return compute(ctx, grads)
-        with torch.no_grad():
-            gradients = compute(ctx, grads)
+        try:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                gradients = backward(ctx, *grads)
+        except RuntimeError as error:
+            if any(grad is not None and _is_batched(grad) for grad in grads):
+                raise RuntimeError(_BATCHED) from error
+            raise
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         tensors = [x for x in gradients if x is not None]
         if not tensors:
