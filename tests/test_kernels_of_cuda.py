@@ -1,12 +1,14 @@
 """Kernels of CUDA that are called by name: what they refuse, and builds of torch that lack them."""
 
+import functools
+
 import pytest
 import torch
 from fake_cuda import simulate_gpu
 from mmcv.ops import multi_scale_deform_attn
 
 from sbp_mmdet.ops import deformable_attention as deformable
-from sbp_mmdet.ops.common import flash
+from sbp_mmdet.ops.common import flash, precision
 
 NAMES = dict(flash='_scaled_dot_product_flash_attention', efficient='_scaled_dot_product_efficient_attention')
 
@@ -34,6 +36,23 @@ def test_kernels_that_a_build_lacks_are_not_called(missing, dtype, kernel, monke
         assert out.shape == q.shape and lse.shape == q.shape[:3]
         gradients = flash.attend_backward(out, q, q, q, out, lse)
         assert [part.shape for part in gradients] == [q.shape] * 3
+
+
+def test_a_full_memory_is_no_answer_to_what_kernels_exist(monkeypatch):
+    """Another answer later would round the gradients of the same step otherwise."""
+
+    def refuse(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+
+    with simulate_gpu():
+        monkeypatch.setattr(torch, 'mm', refuse)
+        monkeypatch.setattr(torch.ops.aten, NAMES['flash'], refuse)
+        for ask in (precision._sums_in_full, functools.partial(flash._is_built, 'flash')):
+            arguments = dict(device=torch.device('cuda', 0), dtype=torch.float16)
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                ask(**arguments)
+        monkeypatch.undo()
+        assert flash._is_built('flash', **arguments)
 
 
 class _Kernel:
