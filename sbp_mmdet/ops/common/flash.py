@@ -111,7 +111,7 @@ def _ampere(index):
 
 @functools.cache
 def _is_built(kernel, dtype, device):
-    """Check whether this build of torch has a kernel. Builds for Windows have no flash attention, others have neither.
+    """Check whether this build of torch has a kernel. Many for Windows have no flash attention, and some have neither.
 
     torch itself chooses among the kernels that it has. A call by name is an error where the kernel is missing.
     """
