@@ -1,10 +1,13 @@
 """Masks are drawn when and from what they should be, and each layer gets its own."""
 
+import contextlib
+
 import pytest
 import torch
 from cases import FAMILIES, build, get_draws, get_kept_masks
 from oracles import compute_gradients, random_images
 
+from sbp_mmdet import apply_lean
 from sbp_mmdet.stochastic_backprop import step_draws as draws
 from sbp_mmdet.stochastic_backprop.masks import mask_generator, sample_mask
 
@@ -182,3 +185,22 @@ def test_images_that_are_left_out_follow_the_rate(iteration):
         assert all(abs(kept[key] - (1 - rate)) < 0.15 for key, rate in rates.items())
         assert not torch.equal(found.images((3, 0, 'mlp'), 256), found.images((3, 0, 'attention'), 256))
         assert found.images((3, 0, 'mlp'), 255) is None  # of another batch: the branch draws itself
+
+
+@pytest.mark.parametrize(
+    'preset, options, refused',
+    [
+        ('sbp', dict(), True),
+        ('sampled', dict(skip_dropped_images=False), True),
+        ('exact', dict(), True),
+        ('exact', dict(skip_dropped_images=False), False),
+    ],
+)
+def test_cuda_graphs_of_draws_are_refused(preset, options, refused, monkeypatch):
+    """A graph would replay copies from the host's memory of its capture, and the images of its capture."""
+    model = build('stock ConvNeXt', drop_path_rate=0.5).float().train()
+    apply_lean(model, preset, verify=False, **options)
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    with pytest.raises(RuntimeError, match='CUDA graph') if refused else contextlib.nullcontext():
+        model(torch.randn(2, 3, 64, 64))

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import needs_fp16
 from ops_cases import CASES
 from test_class_patches import FAMILIES
@@ -13,6 +14,8 @@ from unusual_models import random_images
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops.common import precision
+from sbp_mmdet.ops.common.autograd_function import Form
+from sbp_mmdet.ops.decomposed_attention import DecomposedSettings, _append_embeddings
 
 NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
 
@@ -139,3 +142,18 @@ def test_products_may_be_summed_in_half(monkeypatch):
     finally:
         flags.allow_fp16_accumulation = before
     assert product.dtype is torch.float32 and torch.allclose(product, a.t() @ b, atol=2e-2)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_relative_positions_are_resized_before_they_are_rounded(dtype):
+    """As in plain code under CUDA's autocast; rounded numbers between rounded ones would be rounded twice."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 30, 8, generator=generator).to(dtype)
+    t = {name: torch.randn(7, 8, generator=generator) for name in ('rows', 'columns')}
+    long, *_ = _append_embeddings(DecomposedSettings(Form(), 2, dtype=dtype), t, q, q, q, (5, 6))
+    for name, n, place in (('rows', 5, slice(8, 13)), ('columns', 6, slice(13, 19))):
+        table = F.interpolate(t[name].t()[None], size=2 * n - 1, mode='linear')[0].t().to(dtype)
+        index = torch.arange(n)[:, None] - torch.arange(n) + n - 1
+        equation = 'bnhwc,hkc->bnhwk' if name == 'rows' else 'bnhwc,wkc->bnhwk'
+        expected = torch.einsum(equation, q.unflatten(2, (5, 6)), table[index]).flatten(2, 3)
+        assert torch.equal(long[..., place], expected)

@@ -6,10 +6,12 @@ import copy
 import pytest
 import torch
 from helpers import ROOT
+from mmcv.cnn import ConvModule
 from mmdet.models import ResNet
 from mmdet.models.necks import CSPNeXtPAFPN
 from oracles import random_images
 from test_own_code import PreActivation
+from torch import nn
 from verify_models import MODELS, apply_and_get_log, assert_fallback, assert_plain_training, build_in_training
 
 from sbp_mmdet import LeanHook, apply_lean
@@ -260,3 +262,29 @@ def test_the_line_adds_up_to_the_modules_of_the_report(caplog):
     said = records[0].message
     assert 'verified 60 modules (4 of them frozen) against' in said
     assert said.endswith('(relative); changed modules that only recompute their own code: 1')
+
+
+def test_no_casts_of_weights_are_left_to_the_step(monkeypatch):
+    """Older versions of torch use casts that were made without gradients where the weights need theirs."""
+    events = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = ConvModule(3, 4, 3, norm_cfg=dict(type='BN'))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            out = self.head(self.conv(x).mean((2, 3)))
+            events.append('with gradients' if torch.is_grad_enabled() else 'without gradients')
+            return out
+
+    model = Model().train()
+    apply_lean(model, 'exact')
+    clear = torch.clear_autocast_cache
+    monkeypatch.setattr(torch, 'clear_autocast_cache', lambda: events.append('cleared') or clear())
+    with torch.autocast('cpu', torch.bfloat16):
+        out = model(torch.randn(2, 3, 8, 8))
+    assert [*dict.fromkeys(events)] == ['without gradients', 'cleared', 'with gradients']
+    out.float().sum().backward()
+    assert all(p.grad is not None for p in model.head.parameters())

@@ -133,3 +133,13 @@ def test_rounding_errors_of_the_own_code_are_measured_without_draws_too(log):
         with torch.autocast('cpu', torch.bfloat16):
             model(x)
     assert not get_warnings(log)
+
+
+@pytest.mark.parametrize('preset', ['sbp', 'exact'])
+def test_draws_are_made_on_the_host_whatever_the_default_device_is(preset, log):
+    model, _ = build_thinned('stock ConvNeXt', preset)
+    with torch.device('meta'):  # as after torch.set_default_device('cuda'), where a CPU's generator draws nothing
+        outs = model(X)
+    assert 'disagrees' not in log.text
+    sum(out.sum() for out in outs).backward()
+    assert all(isinstance(m, LeanModule) for m in model.stages[0])

@@ -174,8 +174,9 @@ def _append_embeddings(s, t, q, k, v, size):
     """
     scale, zeros = q.shape[-1] ** -0.5, (0, -(q.shape[-1] + sum(size)) % _ALIGNED)
     on_map = q.unflatten(2, size)
+    # Resized before they are rounded, as by autocast on a GPU, which runs interpolations in full precision.
     rows, columns = (
-        _distance_embeddings(t[name].to(s.dtype), n) for name, n in zip(('rows', 'columns'), size, strict=True)
+        _distance_embeddings(t[name], n).to(s.dtype) for name, n in zip(('rows', 'columns'), size, strict=True)
     )
     down = torch.einsum('bnhwc,hkc->bnhwk', on_map, rows).flatten(2, 3)
     across = torch.einsum('bnhwc,wkc->bnhwk', on_map, columns).flatten(2, 3)

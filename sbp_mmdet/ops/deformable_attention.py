@@ -280,6 +280,8 @@ def inputs_backward(
     gradients, number = {}, max(_AT_A_TIME // max(t.value.shape[1:].numel(), 1), 1)
     if number >= len(grad):
         return _images_backward(s, t, grad, needed)
+    # mmcv's kernel refuses a number of images above its step that the step does not divide.
+    number -= number % s.im2col_step if number > s.im2col_step else 0
     whole = {name: x for name in _PER_IMAGE if (x := getattr(t, name)) is not None and len(x) == len(grad)}
     for start in range(0, len(grad), number):
         images = slice(start, start + number)

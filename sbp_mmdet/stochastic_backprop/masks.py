@@ -105,7 +105,18 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
 
 
 def draw_seed(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> int:
-    """Return the seed of :func:`mask_generator` of the same arguments: a hash, so it is random itself, below 2**63."""
+    """Return the seed of :func:`mask_generator` of the same arguments: a hash, so it is random itself, below 2**63.
+
+    Raises:
+        RuntimeError: If a CUDA graph is captured. Draws are made on the host, and are no part of a graph: each replay
+            would repeat them, and copy positions from memory of the host that others use by then.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            'a CUDA graph is captured of a model that draws positions, images or rows on the host, which a graph does '
+            "not repeat; leave the captured modules out, LeanHook(modules=[...]), or write preset='exact' with "
+            'skip_dropped_images=False'
+        )
     digest = hashlib.blake2b(f'{seed}/{rank}/{step}/{repeat}{purpose}'.encode(), digest_size=8).digest()
     return int.from_bytes(digest, 'little') >> 1
 

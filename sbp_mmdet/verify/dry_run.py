@@ -145,7 +145,9 @@ def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
     """Restore at the end of the context what a forward pass changes outside of the model.
 
     These are the random states of Python, NumPy and torch, and mmengine's message hub. cuDNN's benchmark is disabled
-    within the context, so that it chooses no algorithms there.
+    within the context, so that it chooses no algorithms there. Autocast's cache is emptied: a pass without gradients
+    leaves casts of the weights there, by which older versions of torch cut the weights off from their gradients in the
+    training pass that follows in the same context of autocast.
 
     Args:
         devices (set[torch.device]): Devices of the model.
@@ -157,6 +159,7 @@ def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
             yield
     finally:
         torch.backends.cudnn.benchmark = benchmark
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

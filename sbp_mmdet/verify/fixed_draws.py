@@ -48,7 +48,7 @@ class FixedDraws:
         return self._split(self._draws.stages.num_heads)[0].to(next(iter(self._layer_device())))
 
     def _split(self, length):
-        order = torch.randperm(length, generator=torch.Generator().manual_seed(length))
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(length), device='cpu')
         number = min(max(round(self._draws.ratio(self._layer) * length), 1), length)
         return order[:number].sort()[0], order[number:].sort()[0]
 
@@ -61,7 +61,7 @@ class FixedImages(FixedDraws):
 
     def images(self, branch, number) -> Tensor:
         """Return a mask that keeps every other image, beginning with the first."""
-        return torch.arange(number) % 2 == 0
+        return torch.arange(number, device='cpu') % 2 == 0
 
     def positions(self, layer_or_sizes, length_or_device, class_tokens=False) -> None:
         """Return ``None``: all positions are kept."""

@@ -57,12 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q))
     if kernel == 'cpu':
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    if kernel == 'flash':
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
-    if kernel == 'efficient':
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
-        return out, lse.narrow(2, 0, q.shape[2])
-    return _plain(q, k, v)
+    return _FORWARD.get(kernel, _plain)(q, k, v)
 
 
 def attend_backward(
@@ -101,17 +96,45 @@ def _kernel(q):
         return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
     if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
         return 'plain'
-    ampere = _ampere(q.device.index)
+    ampere, place = _ampere(q.device.index), (q.dtype, q.device)
     # Before torch 2.2 the flash kernel's backward pass expects lengths in int32, and its statistics are padded.
-    if ampere and q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2):
+    if ampere and q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2) and _is_built('flash', *place):
         return 'flash'
     # bf16 came with Ampere.
-    return 'efficient' if ampere or q.dtype != torch.bfloat16 else 'plain'
+    return 'efficient' if (ampere or q.dtype != torch.bfloat16) and _is_built('efficient', *place) else 'plain'
 
 
 @functools.cache
 def _ampere(index):
     return torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+@functools.cache
+def _is_built(kernel, dtype, device):
+    """Check whether this build of torch has a kernel. Many for Windows have no flash attention, and some have neither.
+
+    torch itself chooses among the kernels that it has. A call by name is an error where the kernel is missing.
+    """
+    q = torch.zeros(1, 1, 8, 8, dtype=dtype, device=device)
+    try:
+        _FORWARD[kernel](q, q, q)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError:  # 'USE_FLASH_ATTENTION was not enabled for build.'
+        return False
+    return True
+
+
+def _flash_forward(q, k, v):
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+
+
+def _efficient_forward(q, k, v):
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
+    return out, lse.narrow(2, 0, q.shape[2])
+
+
+_FORWARD = dict(flash=_flash_forward, efficient=_efficient_forward)
 
 
 def _flash_backward(grad, q, k, v, out, lse):

@@ -247,6 +247,8 @@ def _sums_in_full(device, dtype):
     matrix = torch.zeros(16, 16, dtype=dtype, device=device)
     try:
         torch.mm(matrix, matrix, out_dtype=torch.float32)
+    except torch.cuda.OutOfMemoryError:  # of cuBLAS's workspace, which says nothing of the argument
+        raise
     except (TypeError, RuntimeError):  # no such argument, or not for these
         return False
     return True
