@@ -8,6 +8,7 @@ from cases import FAMILIES, build, get_draws, get_kept_masks
 from oracles import compute_gradients, random_images
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.stochastic_backprop import masks as positions
 from sbp_mmdet.stochastic_backprop import step_draws as draws
 from sbp_mmdet.stochastic_backprop.masks import mask_generator, sample_mask
 
@@ -200,6 +201,7 @@ def test_cuda_graphs_of_draws_are_refused(preset, options, refused, monkeypatch)
     """A graph would replay copies from the host's memory of its capture, and the images of its capture."""
     model = build('stock ConvNeXt', drop_path_rate=0.5).float().train()
     apply_lean(model, preset, verify=False, **options)
+    monkeypatch.setattr(positions, '_HAS_CUDA', True)
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
     with pytest.raises(RuntimeError, match='CUDA graph') if refused else contextlib.nullcontext():

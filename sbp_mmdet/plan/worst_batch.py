@@ -81,7 +81,9 @@ def draw_batches(samples: Samples, config: Config, dataset, batch: int, processe
     rng = np.random.default_rng(0)
     drawn, every = [], []
     draws = max(1000, min(_DRAWS, _MOST_NUMBERS // (batch * len(samples.branches))))
-    if (indices := index_batches(samples, config, dataset, batch, draws, processes)) is not None:
+    # A sampler that is run gives as many batches as in the training; in order, more would be the same ones again.
+    own = max(1000, math.ceil(_count_batches(config, samples, batch, processes)))
+    if (indices := index_batches(samples, config, dataset, batch, min(draws, own), processes)) is not None:
         drawn.append(_draw_at(rng, samples, indices))
         every += _draw_at_with_each(rng, samples, indices)
     else:

@@ -34,6 +34,8 @@ __all__ = [
     'token_positions',
 ]
 
+_HAS_CUDA = torch.backends.cuda.is_built()  # without it, torch cannot ask whether a graph is captured
+
 SAMPLERS = ('grid', 'random')
 
 # Every ratio with two decimals is a lattice of at most 100 residues.
@@ -111,7 +113,7 @@ def draw_seed(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '
         RuntimeError: If a CUDA graph is captured. Draws are made on the host, and are no part of a graph: each replay
             would repeat them, and copy positions from memory of the host that others use by then.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             'a CUDA graph is captured of a model that draws positions, images or rows on the host, which a graph does '
             "not repeat; leave the captured modules out, LeanHook(modules=[...]), or write preset='exact' with "
