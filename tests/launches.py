@@ -335,8 +335,7 @@ def count_block_launches(mode, name: str, preset: str, dtype: torch.dtype | None
     with unset_fake_temporarily():
         keys = dict(preset=preset)
         if preset != 'none' and name.startswith(('ConvNeXt', 'Swin', 'ViT')):
-            # All images have to run, whatever is drawn.
-            keys.update(skip_dropped_images=False, verify=False)
+            keys.update(skip_dropped_images=False, verify=False)  # all images have to run, whatever is drawn
         model, block, shape, rest = BLOCKS[name](keys)
         model.train()
     move_to_gpu(mode, model)

@@ -112,7 +112,7 @@ def check(text, write):
             'AmpOptimWrapper .*needs a GPU',
         ),
         (f'{CHILD}model.backbone.update(depth=50)\n', "model.backbone: .*'depth'; remove it"),
-        (SWIN % ('update', '_delete_=True, '), r'model.merge\(dict\(backbone=dict\(_delete_=True, ...\)\)\)$'),
+        (SWIN % ('update', '_delete_=True, '), r'write model.merge\(dict\(...\)\)'),
         (SWIN % ('merge', '_delete_=True, '), 'model.neck: in_channels='),
     ],
     ids=['annotations', 'mixed precision', 'argument', 'update', 'merge'],

@@ -7,6 +7,7 @@ from ops_cases import get_fused_mlp, mlp_inputs
 from oracles import DEVICE
 
 from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
+from sbp_mmdet.ops.channel_mlp_grn import GRNSettings, GRNTensors, grn_mlp
 from sbp_mmdet.ops.common.kept_maps import KeptMap, keep
 from sbp_mmdet.ops.common.precision import Stored
 from sbp_mmdet.ops.common.rerun_conv import Conv, ConvSettings
@@ -55,6 +56,26 @@ def test_exact_block(dtype, layout):
     chunk = 4 * MAP  # one image's hidden layer; backwards it and its gradient exist, and four maps of an image
     assert found[0] < 4 * MAP + chunk + 55 * MB, [f / MB for f in found]
     assert found[1] < 4 * MAP + 2 * MAP + 2 * chunk + 72 * MB < 576 * MB * 0.6, [f / MB for f in found]
+
+
+@pytest.mark.parametrize(('ratio', 'in_chunks', 'most'), [(1, False, 10.1), (1, True, 8.2), (4, True, 15.3)])
+def test_the_hidden_layer_of_grn_is_freed(ratio, in_chunks, most):
+    """Of a chunk's hidden layer, its gradients and their products, each is freed when it was used.
+
+    The bound is the peak in maps of half precision; anything that is kept longer exceeds it by a part of a map or more.
+    """
+    n, c, side = 2, 64, 64
+    d, positions_of_image = ratio * c, side * side
+    with simulate_gpu():
+        x, *given = (
+            torch.empty(*shape, device='cuda', requires_grad=True)
+            for shape in [(n, c, side, side), (c,), (c,), (d, c), (d,), (d,), (d,), (c, d), (c,)]
+        )
+        settings = GRNSettings(dtype=torch.bfloat16, chunk=positions_of_image * d if in_chunks else None)
+        out = grn_mlp(settings, GRNTensors(x, x, *given))
+        with LiveBytes() as counter:
+            backward([out])
+    assert counter.peak < most * x.numel() * 2
 
 
 @pytest.mark.skipif(DEVICE != 'cpu', reason='bytes are counted on a CPU')

@@ -41,15 +41,12 @@ class LeanMultiheadAttention(LeanModule):
     """
 
     samples = has_reference = False
+    draws_otherwise = True  # on a GPU, torch's kernel drops other entries than the own code
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""
         yield self.attn, 'multi-head attention'
         yield from ((module, 'recomputable') for module in self.attn.children())
-
-    def draws_otherwise(self) -> bool:
-        """See :meth:`.LeanModule.draws_otherwise`. On a GPU, torch's kernel drops other entries than the own code."""
-        return bool(self.attn.training and getattr(self.attn, 'dropout', 0))
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Run the layer; the arguments are those of mmcv's ``MultiheadAttention``."""

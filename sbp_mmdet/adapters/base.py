@@ -33,7 +33,7 @@ from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
 from .inputs import are_known_inputs, put_in_position, renamed_arguments
-from .parameters import trains
+from .parameters import drops_numbers, trains
 from .predicate import derives_plainly
 
 __all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'adapter', 'adapter_of', 'adapter_of_class']
@@ -117,6 +117,10 @@ class LeanModule(Mixin):
             the model trains. Default: False.
         is_sequence (bool): Whether the parts are operations that run one after the other, the first on the module's
             input. With ``exact_min``, such a layer saves its input only. Default: False.
+        draws_otherwise (bool): Whether :meth:`lean_forward` draws dropout in another order than the module's own code.
+            Such a module with dropout also runs lean in training mode without gradients: a reentrant checkpoint runs it
+            so at first, and with gradients when it recomputes it, and both have to drop the same numbers. Default:
+            False.
         separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
             ``False``, the whole module then runs its own code. Default: False.
     """
@@ -135,6 +139,7 @@ class LeanModule(Mixin):
     has_reference = True
     folds_frozen_norms = False
     is_sequence = False
+    draws_otherwise = False
     separable = False
 
     def forward(self, *args, **kwargs):
@@ -164,7 +169,7 @@ class LeanModule(Mixin):
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
-        if not torch.is_grad_enabled() and not (self.training and self.draws_otherwise()):
+        if not torch.is_grad_enabled() and not (self.draws_otherwise and self.training and drops_numbers(self)):
             return False
         bound = self._lean.bound
         if bound.reference or runs_within_others():
@@ -175,14 +180,6 @@ class LeanModule(Mixin):
         if not bound.bypassed.unchanged(self):
             bound = self.bind_anew()
         return bound.reason is None
-
-    def draws_otherwise(self) -> bool:
-        """Return whether :meth:`lean_forward` draws random numbers in another order than the module's own code.
-
-        Such a module also runs lean in training mode without gradients. A reentrant checkpoint runs it so at first, and
-        with gradients when it recomputes it, and both have to drop the same numbers.
-        """
-        return False
 
     def bind_anew(self, warns: bool = True) -> Bound:
         """Bind the operations in the present state of the module. Warn of reasons against them that are new."""

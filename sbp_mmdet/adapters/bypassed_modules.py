@@ -18,7 +18,7 @@ from ..surgery import foreign_classes, stock_class
 from .inputs import precisions_of_products
 from .predicate import GLOBAL_HOOKS, cached_answers, is_hooked_globally
 
-__all__ = ['BypassedModules']
+__all__ = ['OF_EVERY_MODULE', 'PLAIN', 'BypassedModules']
 
 
 class BypassedModules:
@@ -200,9 +200,9 @@ def _settings(module):
     own = module.__dict__
     names, values = [*_HOOKS], [*map(dict, _get_hooks(own))]
     for name, value in own.items():
-        if name in _NO_SETTINGS:
+        if name in OF_EVERY_MODULE:
             continue
-        if type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
+        if type(value) in PLAIN or (type(value) is tuple and PLAIN.issuperset(map(type, value))):
             names.append(name)
             values.append(value)
         elif _is_setting(value):
@@ -218,12 +218,12 @@ def _is_setting(value):
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
-        return _PLAIN.issuperset(map(type, value)) or all(map(_is_setting, value))
+        return PLAIN.issuperset(map(type, value)) or all(map(_is_setting, value))
     return isinstance(value, _VALUES)
 
 
 _HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 _get_hooks = operator.itemgetter(*_HOOKS)
-_NO_SETTINGS = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))  # never changed in place
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
+PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))  # never changed in place
 _VALUES = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device, enum.Enum)

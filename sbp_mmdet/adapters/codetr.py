@@ -18,7 +18,6 @@ from .detr import (
     problem_of_encoder_ffn,
     run_encoder_layer,
 )
-from .ffn import drops_numbers
 
 __all__ = ['LeanTransformerLayer']
 
@@ -30,7 +29,7 @@ _ENCODER = ('self_attn', 'norm', 'ffn', 'norm')
 class LeanTransformerLayer(LeanModule):
     """Encoder layer with deformable attention, as one operation. Other layers are changed submodule by submodule."""
 
-    checkpointed = hands_on = True
+    checkpointed = hands_on = draws_otherwise = True
     has_reference = False
 
     def bypasses(self):
@@ -41,10 +40,6 @@ class LeanTransformerLayer(LeanModule):
         """See :meth:`.LeanModule.accepts`. The layer hands keywords that it does not name to the attention."""
         known = kwargs.keys() <= _ARGUMENTS | ARGUMENTS_OF_ATTENTION
         return known and are_known_places(SimpleNamespace(**kwargs), query)
-
-    def draws_otherwise(self) -> bool:
-        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
-        return drops_numbers(self)
 
     def lean_forward(
         self,

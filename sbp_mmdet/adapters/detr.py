@@ -26,7 +26,7 @@ from ..stochastic_backprop.masks import Positions
 from ..surgery import stock_class
 from .attention import bind_arguments
 from .base import LeanModule, adapter
-from .ffn import drops_numbers, ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of
+from .ffn import ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of
 from .predicate import unsupported
 
 __all__ = [
@@ -282,7 +282,7 @@ class LeanDeformableEncoderLayer(LeanModule):
     With ``sbp``, attention and feed-forward network backpropagate through kept tokens.
     """
 
-    checkpointed = hands_on = True
+    checkpointed = hands_on = draws_otherwise = True
     has_reference = False
 
     def bypasses(self):
@@ -292,10 +292,6 @@ class LeanDeformableEncoderLayer(LeanModule):
     def accepts(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> bool:
         """See :meth:`.LeanModule.accepts`. The layer hands its keywords to the attention."""
         return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(SimpleNamespace(**kwargs), query)
-
-    def draws_otherwise(self) -> bool:
-        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
-        return drops_numbers(self)
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Run the layer on tokens (N, L, C)."""

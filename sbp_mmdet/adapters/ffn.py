@@ -15,16 +15,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
 
-__all__ = [
-    'LeanFFN',
-    'drops_numbers',
-    'ffn_settings',
-    'ffn_weights',
-    'modules_of_ffn',
-    'problem_of_ffn',
-    'rate_of',
-    'recomputed',
-]
+__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
 
 def rate_of(dropout: nn.Module) -> float:
@@ -34,15 +25,6 @@ def rate_of(dropout: nn.Module) -> float:
         dropout (nn.Module): The layer.
     """
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-
-
-def drops_numbers(module: nn.Module) -> bool:
-    """Return whether any dropout inside of a module is active.
-
-    Args:
-        module (nn.Module): The module.
-    """
-    return any(map(rate_of, module.modules()))
 
 
 def recomputed(run: Callable, module: nn.Module, *args):
@@ -60,9 +42,9 @@ def recomputed(run: Callable, module: nn.Module, *args):
         The result of the function.
     """
     leaves, structure = tree_flatten(args)  # checkpointing saves tensors, but not those inside of lists
-    # The recomputation gets new tensor objects, and torch's attention checks whether query, key and value are the same.
-    # All leaves are saved, also the same one twice: in the recomputation of a checkpoint around this one, in which the
-    # same tensor may come as two objects, as many tensors have to be saved.
+    # The recomputation gets new tensor objects, and torch's attention checks whether query, key and value are the same
+    # object. A tensor that is given twice is saved twice nevertheless: a checkpoint around this one may give it as two
+    # objects when it recomputes, and compares the numbers of saved tensors.
     first = {}
     places = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
 
@@ -178,14 +160,11 @@ class LeanFFN(LeanModule):
     """mmcv's ``FFN``, which saves its input and recomputes the hidden layer."""
 
     has_reference = False
+    draws_otherwise = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
         return dict(layers=_FFNBinding(self))
-
-    def draws_otherwise(self) -> bool:
-        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
-        return drops_numbers(self)
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         """Run the network on (..., C); the arguments are those of mmcv's ``FFN``."""

@@ -39,7 +39,7 @@ _LAYERS = dict(
 class LeanFusion(LeanModule):
     """Fusion block of Grounding DINO: norms, attention in both directions and shortcuts as one operation."""
 
-    checkpointed = True
+    checkpointed = draws_otherwise = True
     samples = has_reference = False
 
     def bypasses(self):
@@ -62,10 +62,6 @@ class LeanFusion(LeanModule):
             return False
         numbers = attention_mask_l is not None and attention_mask_l.is_floating_point()
         return len(visual_feature) == len(lang_feature) and not numbers
-
-    def draws_otherwise(self) -> bool:
-        """See :meth:`.LeanModule.draws_otherwise`. Dropout is drawn chunk by chunk."""
-        return bool(self.attn.training and getattr(self.attn, 'dropout', 0))
 
     def lean_forward(
         self,

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-__all__ = ['Remembered', 'affine', 'trains']
+__all__ = ['Remembered', 'affine', 'drops_numbers', 'trains']
 
 
 class Remembered:
@@ -55,3 +55,14 @@ def trains(module: nn.Module) -> bool:
     if any([p is not None and p.requires_grad for p in own['_parameters'].values()]):
         return True
     return any([child is not None and trains(child) for child in own['_modules'].values()])
+
+
+def drops_numbers(module: nn.Module) -> bool:
+    """Return whether dropout is active in a module: that of an ``nn.Dropout`` inside, or the rate of an attention.
+
+    Args:
+        module (nn.Module): The module.
+    """
+    inside = [m for m in module.modules() if m.training]
+    rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, 'dropout', 0) for m in inside]
+    return any([isinstance(rate, (int, float)) and rate > 0 for rate in rates])

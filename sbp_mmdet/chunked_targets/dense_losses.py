@@ -6,6 +6,7 @@ import torch
 from mmdet.models.losses import FocalLoss, QualityFocalLoss, VarifocalLoss
 from torch import Tensor, nn
 
+from ..adapters.bypassed_modules import OF_EVERY_MODULE, PLAIN
 from ..ops.common.autograd_function import apply_function, differentiable_once
 from ..ops.common.module_state import ModuleState, submodules
 from ..ops.common.precision import autocast_dtype
@@ -14,8 +15,6 @@ from ..surgery import Mixin, has_methods_of, mix_into_known
 __all__ = ['losses_in_chunks']
 
 _LOSSES = (FocalLoss, QualityFocalLoss, VarifocalLoss)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def losses_in_chunks(model: nn.Module, pairs: int) -> list[str]:
@@ -42,7 +41,7 @@ def _has_plain_settings(loss):
     """Return whether a loss has no tensors and modules. A weight that is a tensor may need a gradient."""
     own = vars(loss)
     holds_none = not (own['_parameters'] or own['_buffers'] or own['_modules'])
-    return holds_none and all(type(value) in _PLAIN for name, value in own.items() if name not in _OF_EVERY_MODULE)
+    return holds_none and all(type(value) in PLAIN for name, value in own.items() if name not in OF_EVERY_MODULE)
 
 
 class _SumsInChunks(Mixin):

@@ -1,13 +1,12 @@
 """``sbp-mmdet plan CONFIG --batch max``: the largest batch that fits into a GPU, for each preset."""
 
-import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from mmengine.config import Config
 
 from ..presets import PRESETS
-from .planner import ORDER, count_needed_bytes, raise_error
+from .planner import ORDER, count_needed_bytes
 from .variants import NotApplicable, find_piece_changes
 
 __all__ = ['LARGEST', 'BatchRow', 'find_largest_batch', 'find_largest_batches', 'learning_rate']
@@ -100,10 +99,6 @@ def _lie_on_a_line(counted, low):
     return abs(expected / middle - 1) < _LINE_ERRS / 2
 
 
-def _count_batch(measure, variant, ddp, images):
-    return count_needed_bytes(measure(variant, images), ddp)
-
-
 def find_largest_batches(
     config: Config,
     budget: int,
@@ -112,7 +107,7 @@ def find_largest_batches(
     *,
     gpus: int = 1,
     found: Callable[[BatchRow], object] = lambda row: None,
-    failed: Callable[[str, Exception], object] = raise_error,
+    failed: Callable[[str, Exception], object] | None = None,
 ) -> list[BatchRow]:
     """Find the largest batch of each preset, in the precision of the config and in mixed precision.
 
@@ -123,7 +118,7 @@ def find_largest_batches(
         presets (Collection[str]): Presets that apply to the model.
         gpus (int): Number of GPUs. Default: 1.
         found (Callable): Called with each row as soon as it is known. Default: does nothing.
-        failed (Callable): See :func:`.planner.plan`. Default: raises the error.
+        failed (Callable | None): See :func:`.planner.plan`. Default: None.
 
     Returns:
         list[BatchRow]: A row for each variant.
@@ -138,11 +133,14 @@ def find_largest_batches(
             if name not in presets or (pieces and PRESETS[name].gradients != 'exact'):
                 continue
             variant = '+'.join((name, *pieces))
+
+            def count(images, variant=variant):
+                return count_needed_bytes(measure(variant, images), gpus > 1)
+
             try:
-                count = functools.partial(_count_batch, measure, variant, gpus > 1)
                 images, need = find_largest_batch(count, budget)
-            except Exception as error:
-                if variant == 'none':
+            except Exception as error:  # whatever a model's own code raises, for example in half precision
+                if variant == 'none' or failed is None:
                     raise
                 failed(variant, error)
                 continue

@@ -135,12 +135,8 @@ def _describe_unknown_argument(config, class_name, argument):
                 f'did you mean {near[0]!r}?' if near else f'remove it; if it is inherited, set _delete_=True in {key}'
             )
             if '_delete_' in node:  # which a merge takes away
-                root, _, path = key.partition('.')
-                inside = path and f'{path.replace(".", "=dict(")}=dict('
-                remedy = (
-                    f'update() does not read _delete_, so inherited arguments are still there; write '
-                    f'{root}.merge(dict({inside}_delete_=True, ...{")" * inside.count("(")}))'
-                )
+                root = key.partition('.')[0]
+                remedy = f'update() does not read _delete_; write {root}.merge(dict(...)) in place of {root}.update'
             elif argument == 'sbp_cfg':
                 hook = "custom_hooks = [dict(type='LeanHook', preset=...)]"
                 remedy = f'backbones of this package have it; remove it and write {hook}'

@@ -23,7 +23,6 @@ __all__ = [
     'parse_bytes',
     'parse_size',
     'plan',
-    'raise_error',
 ]
 
 # Memory in addition to the counted bytes, fitted to what mmdet's authors measured on GPUs (research/zoo_memory.py).
@@ -128,16 +127,6 @@ def count_needed_bytes(row: dict, ddp: bool = False, held_by: str = 'capacity') 
     return int(row[held_by] + buckets + (row['peak'] + buckets) * MARGIN + WORKSPACES + CONTEXT)
 
 
-def raise_error(variant: str, error: Exception) -> None:
-    """Raise the error of a variant: the default of ``failed`` in :func:`plan`.
-
-    Args:
-        variant (str): The variant.
-        error (Exception): What its step raised.
-    """
-    raise error
-
-
 def plan(
     config: Config,
     budget: int,
@@ -147,7 +136,7 @@ def plan(
     own: str | None = None,
     ddp: bool = False,
     eight_bit: bool = False,
-    failed: Callable[[str, Exception], object] = raise_error,
+    failed: Callable[[str, Exception], object] | None = None,
 ) -> list[Row]:
     """Count variants of a config until it is known which of them fit.
 
@@ -164,8 +153,9 @@ def plan(
             ``None``, it has none. Default: None.
         ddp (bool): See :func:`count_needed_bytes`. Default: False.
         eight_bit (bool): Whether to consider 8-bit optimizer states, too. Default: False.
-        failed (Callable): Called with a variant whose step cannot be run and the error, and returns if the variant is
-            to be left out. Errors of the config itself and of its plain model are raised. Default: raises the error.
+        failed (Callable | None): Called with each variant whose step raises an error, and the error; the variant is
+            left out. Errors of the config itself and of its plain model are raised. If ``None``, all are. Default:
+            None.
 
     Returns:
         list[Row]: :data:`OWN`, if there is one, 'none' and 'with_cp', then for each preset the variant that fits, or
@@ -235,6 +225,8 @@ def _first_that_fits(variants, count_variant, failed):
         except DrawsInside:
             continue
         except Exception as error:  # whatever a model's own code raises, for example in half precision
+            if failed is None:
+                raise
             failed(variant, error)
             continue
         if rows[-1].fits:
