@@ -273,6 +273,16 @@ def test_a_part_of_a_vitdet_block_that_is_unknown_runs_its_own_code(part, window
     assert '0' in report.changed and any('Doubled' in reason for reason in report.left.values())
 
 
+def test_a_trained_scale_of_the_attention_of_vitdet():
+    """Its value is that of the number, so that a comparison of values does not tell the two apart."""
+    block = randomize(Block())
+    number = block.attn.scale
+    del block.attn.scale
+    block.attn.scale = nn.Parameter(torch.tensor(number, dtype=torch.float64, device=DEVICE))
+    report, _ = assert_lean_is_exact(Blocks(block), (random_tensor(2, 6, 6, 16),))
+    assert any('its scale is a Parameter' in reason for reason in report.left.values())
+
+
 def test_layer_norm_of_maps_of_vitdet_stores_one_map():
     head = nn.Sequential(randomize(LN2d(8)), nn.GELU())
     assert_lean_is_exact(head, (random_tensor(2, 8, 5, 6),))
