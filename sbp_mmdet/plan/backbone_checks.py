@@ -11,7 +11,7 @@ from mmengine.registry import DefaultScope
 from torch import nn
 
 from ..surgery import stock_class
-from .config_keys import describe_mistake, values_in
+from .config_keys import describe_mistake, scope_of, values_in
 from .errors import describe_error
 
 __all__ = ['STANDS_IN', 'check_backbones', 'find_problems', 'is_ours']
@@ -59,7 +59,7 @@ def _build(config, key, kind, node):
     """Build a backbone, or return ``None`` if one of another package fails: a step reports what its own code raises."""
     arguments = {key: value for key, value in node.items() if key not in ('type', 'init_cfg', '_scope_')}
     try:
-        with DefaultScope.overwrite_default_scope(config.get('default_scope') or 'mmdet'), torch.device('meta'):
+        with DefaultScope.overwrite_default_scope(scope_of(config)), torch.device('meta'):
             return kind(**arguments)
     except Exception as error:  # whatever its values may raise
         if not is_ours(kind):

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.registry import Registry
 from mmengine.runner import Runner
 
-__all__ = ['describe_bad_override', 'describe_mistake', 'shorten_names', 'values_in']
+__all__ = ['describe_bad_override', 'describe_mistake', 'scope_of', 'shorten_names', 'values_in']
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -74,6 +74,15 @@ def _describe_path(config, key):
     return None
 
 
+def scope_of(config: Config) -> str:
+    """Return the registry scope of a config: mmdet's where it names none, as pure Python configs do.
+
+    Args:
+        config (Config): Any config.
+    """
+    return str(config.get('default_scope') or 'mmdet')
+
+
 def shorten_names(names: Sequence[str]) -> str:
     """Return the first ten of some names, and the number of the others.
 
@@ -111,7 +120,7 @@ def _describe_unknown_class(config, name, registry):
     key = next((key for key, value in _values(config) if key.endswith('.type') and value == name), None)
     if key is None:
         return None
-    scope = str(config.get('default_scope') or 'mmdet')
+    scope = scope_of(config)
     if importlib.util.find_spec(scope.partition('.')[0]) is None:
         return (
             f'{key}={name!r}: this is a config for {scope} (default_scope={scope!r}), which is not installed; install '

@@ -24,6 +24,7 @@ from ..models.weights import quiet
 from ..surgery import hook_class, mix_out, model_hooks
 from ..verify.first_pass import FirstPass
 from .batch import as_if_trained, at_the_first_step, build_batch
+from .config_keys import scope_of
 from .cuda_rules import autocast_rules, cuda_kernels
 from .cuda_storage import cuda_storage
 from .device import use_device
@@ -190,7 +191,7 @@ def build_detector(config: Config, device: str):
     Returns:
         tuple: The model in training mode, and its optimizer wrapper.
     """
-    init_default_scope(config.get('default_scope') or 'mmdet')
+    init_default_scope(scope_of(config))
     model = MODELS.build(_without_weights(config.model))
     model.to(device)
     model.train()  # not `model = ...`: the method of mmdet's distillation returns nothing

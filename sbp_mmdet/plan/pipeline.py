@@ -26,7 +26,7 @@ from mmengine.utils import import_modules_from_strings
 
 from ..verify.dry_run import restored_random_states
 from .blank_images import NO_BOXES, as_array, blank_copy, make_polygon
-from .config_keys import describe_mistake
+from .config_keys import describe_mistake, scope_of
 from .errors import describe_data_error
 from .transforms import channels_of, name_of
 
@@ -117,7 +117,7 @@ def build_train_dataset(config: Config) -> tuple[object, str]:
     if imports := config.get('custom_imports'):
         with contextlib.suppress(ImportError):  # modules of models may be missing; a missing transform raises below
             import_modules_from_strings(**imports)
-    init_default_scope(config.get('default_scope') or 'mmdet')
+    init_default_scope(scope_of(config))
     cfg = copy.deepcopy(config.train_dataloader.dataset)
     with _discard_output():
         try:
