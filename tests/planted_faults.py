@@ -157,12 +157,12 @@ FAULTS = {
     'FFN: activation': Fault('ffn:FeedForward.backward', 'act(drawn.of(hidden))', 'drawn.of(hidden)', 'FFN'),
     'FFN: derivative': Fault(
         'ffn:FeedForward.backward',
-        'act.backward(scaled_(grad @ self.w2, factor), hidden, inplace=True)',
-        'grad @ self.w2',
+        'act.backward(grad if factor is None else grad.mul_(factor), hidden, inplace=True)',
+        'grad',
         'FFN',
     ),
     'FFN: dropout of the hidden layer': Fault(
-        'ffn:FeedForward.backward', 'scaled_(grad @ self.w2, factor)', 'grad @ self.w2', 'FFN with dropout'
+        'ffn:FeedForward.backward', 'grad.mul_(factor)', 'grad', 'FFN with dropout'
     ),
     'FFN: dropout of the output': Fault('ffn:FeedForward.backward', 'if second:', 'if False:', 'FFN with dropout'),
     'FFN: random numbers of another step': Fault('ffn:replayed', 'if state is None:', 'if True:', 'FFN with dropout'),

@@ -12,11 +12,10 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .detr import (
     ARGUMENTS_OF_ATTENTION,
+    EncoderLayerBinding,
     are_known_places,
     images_first,
-    modules_of_encoder_layer,
     problem_of_encoder_ffn,
-    run_encoder_layer,
 )
 
 __all__ = ['LeanTransformerLayer']
@@ -32,9 +31,9 @@ class LeanTransformerLayer(LeanModule):
     checkpointed = hands_on = draws_otherwise = True
     has_reference = False
 
-    def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`."""
-        return modules_of_encoder_layer(self.attentions[0], self.ffns[0], self.norms)
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(layer=EncoderLayerBinding(self.attentions[0], self.ffns[0], tuple(self.norms)))
 
     def accepts(self, query: Tensor, *args, **kwargs) -> bool:
         """See :meth:`.LeanModule.accepts`. The layer hands keywords that it does not name to the attention."""
@@ -57,13 +56,14 @@ class LeanTransformerLayer(LeanModule):
         **kwargs,
     ) -> Tensor:
         """Run the layer with the arguments of mmcv's ``BaseTransformerLayer``; self-attention ignores the others."""
-        attention, given = self.attentions[0], SimpleNamespace(key_padding_mask=query_key_padding_mask)
+        layer, given = self.part('layer'), SimpleNamespace(key_padding_mask=query_key_padding_mask)
         given.reference_points, given.spatial_shapes = reference_points, spatial_shapes
         given.level_start_index = level_start_index
-        if attention.batch_first:
-            return run_encoder_layer(self, attention, self.ffns[0], query, query_pos, given)
+        forms = self.form, self.sampled_form()
+        if layer.attention.batch_first:
+            return layer(forms[0], query, query_pos, given, forms[1])
         tokens = images_first(query), images_first(query_pos)
-        return run_encoder_layer(self, attention, self.ffns[0], *tokens, given).transpose(0, 1)
+        return layer(forms[0], *tokens, given, forms[1]).transpose(0, 1)
 
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:

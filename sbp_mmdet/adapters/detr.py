@@ -5,7 +5,9 @@ these. With the preset ``sbp``, tokens of images are dropped in encoders. Querie
 never dropped.
 """
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import functools
+from collections.abc import Callable
 from numbers import Real
 from types import SimpleNamespace
 
@@ -17,30 +19,33 @@ from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDet
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoder
 from torch import Tensor, nn
 
+from ..ops.common.activations import Activation
 from ..ops.common.autograd_function import Form
+from ..ops.common.precision import autocast_dtype
 from ..ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from ..ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
+from ..ops.ffn import FFNSettings
 from ..presets import Settings
 from ..stochastic_backprop.algorithm1 import sbp
 from ..stochastic_backprop.masks import Positions
 from ..surgery import stock_class
 from .attention import bind_arguments
 from .base import LeanModule, adapter
-from .ffn import ffn_settings, ffn_weights, modules_of_ffn, problem_of_ffn, rate_of
+from .bindings import Binding
+from .conv_module import activation_of
+from .ffn import modules_of_ffn, problem_of_ffn, rate_of
+from .parameters import Remembered, affine_of_all
 from .predicate import unsupported
 
 __all__ = [
     'ARGUMENTS_OF_ATTENTION',
+    'EncoderLayerBinding',
     'LeanDeformableAttention',
     'LeanDeformableEncoderLayer',
     'LeanEncoder',
     'are_known_places',
-    'attention_settings',
-    'attention_weights',
     'images_first',
-    'modules_of_encoder_layer',
     'problem_of_encoder_ffn',
-    'run_encoder_layer',
 ]
 
 
@@ -130,7 +135,7 @@ def _thinned_layer(layer, x, pos, positions, kwargs):
 
 # Those that an encoder hands to its layers. The attention does not use the last one.
 ARGUMENTS_OF_ATTENTION = {'reference_points', 'spatial_shapes', 'level_start_index', 'valid_ratios'}
-_LINEARS = dict(sampling_offsets='offset', attention_weights='attention', value_proj='value', output_proj='output')
+_LINEARS = 'sampling_offsets', 'attention_weights', 'value_proj', 'output_proj'
 
 
 @adapter(MultiScaleDeformableAttention)
@@ -141,7 +146,7 @@ class LeanDeformableAttention(LeanModule):
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""
-        yield from _linears(self)
+        yield from ((linear, 'linear with bias') for linear in _linears_of(self))
 
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Run the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
@@ -152,8 +157,9 @@ class LeanDeformableAttention(LeanModule):
         tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
         if not self.batch_first:
             tokens = map(images_first, tokens)
-        tensors = DeformableTensors(*tokens, *_unpack_places(a), **attention_weights(self))
-        out = deformable_attention(attention_settings(self, self.form), tensors)
+        tensors = DeformableTensors(*tokens, *_unpack_places(a), *affine_of_all(_linears_of(self)))
+        sizes = self.num_heads, self.num_levels, self.num_points
+        out = deformable_attention(DeformableSettings(*sizes, self.form, self.im2col_step), tensors)
         out = out if self.batch_first else out.transpose(0, 1)
         return self.dropout(out) + (a.query if a.identity is None else a.identity)
 
@@ -163,20 +169,9 @@ def images_first(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.transpose(0, 1)
 
 
-def _linears(attention):
-    """Yield the linear layers of deformable attention, with their role."""
-    yield from ((getattr(attention, name), 'linear with bias') for name in _LINEARS)
-
-
-def attention_settings(module: nn.Module, form: Form) -> DeformableSettings:
-    """Return the settings of deformable attention.
-
-    Args:
-        module (nn.Module): The attention.
-        form (Form): Form of the operation.
-    """
-    sizes = module.num_heads, module.num_levels, module.num_points
-    return DeformableSettings(*sizes, form, module.im2col_step)
+def _linears_of(attention):
+    """Return the linear layers of deformable attention in the order of :class:`.DeformableTensors`."""
+    return [getattr(attention, name) for name in _LINEARS]
 
 
 def are_known_places(given: SimpleNamespace, query: Tensor) -> bool:
@@ -186,11 +181,10 @@ def are_known_places(given: SimpleNamespace, query: Tensor) -> bool:
         given (SimpleNamespace): Arguments of the attention, by name.
         query (Tensor): Tokens.
     """
-    points, *others = (
-        getattr(given, name, None) for name in ('reference_points', 'spatial_shapes', 'level_start_index')
-    )
-    there = points is not None and all(value is not None for value in others)
-    return there and query.dim() == 3 and points.shape[-1] in (2, 4)
+    points = getattr(given, 'reference_points', None)
+    if points is None or points.shape[-1] not in (2, 4) or query.dim() != 3:
+        return False
+    return getattr(given, 'spatial_shapes', None) is not None and getattr(given, 'level_start_index', None) is not None
 
 
 def _unpack_places(given):
@@ -198,74 +192,92 @@ def _unpack_places(given):
     return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
 
 
-def attention_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of deformable attention by the field names of :class:`.DeformableTensors`.
+def _settings_of_layer(
+    sizes: tuple[int, int, int],
+    im2col_step: int,
+    activation: Activation,
+    eps: tuple[float, float],
+    form: Form,
+    form_of_ffn: Form,
+    dtype: torch.dtype,
+    dropout: float,
+    *rates: float,
+) -> EncoderSettings:
+    """Return the settings of an encoder layer; those behind ``eps`` are found in each step."""
+    attention = DeformableSettings(*sizes, form, im2col_step, dtype)
+    ffn = FFNSettings(activation, rates, dtype=dtype, form=form_of_ffn)
+    return EncoderSettings(attention, ffn, dropout, eps)
 
-    Args:
-        module (nn.Module): The attention, mmcv's ``MultiScaleDeformableAttention``.
 
-    Returns:
-        dict[str, Tensor]: Weight and bias of the four linear layers.
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncoderLayerBinding(Binding):
+    """Attention, norm, feed-forward network and norm of an encoder layer as one operation.
+
+    Attributes:
+        attention (nn.Module): Deformable attention.
+        ffn (nn.Module): Feed-forward network.
+        norms (tuple[nn.Module, nn.Module]): The norms behind them.
     """
-    layers = {name: getattr(module, own) for own, name in _LINEARS.items()}
-    return {f'{name}_{kind}': getattr(layer, kind) for name, layer in layers.items() for kind in ('weight', 'bias')}
 
+    attention: nn.Module
+    ffn: nn.Module
+    norms: tuple[nn.Module, nn.Module]
+    one_precision = False
 
-def run_encoder_layer(
-    layer: LeanModule,
-    attention: nn.Module,
-    ffn: nn.Module,
-    query: Tensor,
-    query_pos: Tensor | None,
-    given: SimpleNamespace,
-    positions: Positions | None = None,
-) -> Tensor:
-    """Run attention, norm, feed-forward network and norm as one operation.
+    def __call__(
+        self,
+        form: Form,
+        x: Tensor,
+        query_pos: Tensor | None,
+        given: SimpleNamespace,
+        form_of_ffn: Form,
+        positions: Positions | None = None,
+    ):
+        """Run the layer on tokens (N, L, C).
 
-    Args:
-        layer (LeanModule): The changed layer, with two ``norms``.
-        attention (nn.Module): Deformable attention of the layer.
-        ffn (nn.Module): Feed-forward network of the layer.
-        query (Tensor): Tokens, shape (N, L, C).
-        query_pos (Tensor | None): Position embedding of the tokens.
-        given (SimpleNamespace): Further arguments of the attention, by name.
-        positions (Positions | None): Kept tokens. If ``None``, all are kept. Default: None.
+        Args:
+            form (Form): Form of the operation.
+            x (Tensor): Tokens.
+            query_pos (Tensor | None): Position embedding of the tokens.
+            given (SimpleNamespace): Further arguments of the attention, by name.
+            form_of_ffn (Form): Form of the feed-forward network.
+            positions (Positions | None): Kept tokens. If ``None``, all are kept. Default: None.
+        """
+        layers, dropouts, settings = self._structure
+        rates = [rate_of(dropout) for dropout in dropouts]
+        settings = settings(form, form_of_ffn, autocast_dtype(x) or x.dtype, *rates)
+        tensors = EncoderTensors(x, query_pos, *_unpack_places(given), *affine_of_all(layers), positions)
+        return deformable_encoder_layer(settings, tensors)
 
-    Returns:
-        Tensor: Shape (N, L, C).
-    """
-    eps = tuple(norm.eps for norm in layer.norms)
-    ffn_form = ffn_settings(ffn, layer.sampled_form())
-    settings = EncoderSettings(attention_settings(attention, layer.form), ffn_form, rate_of(attention.dropout), eps)
-    norms = {f'norm{i}_{k}': getattr(n, k) for i, n in enumerate(layer.norms, 1) for k in ('weight', 'bias')}
-    weights = attention_weights(attention) | norms | ffn_weights(ffn)
-    tensors = EncoderTensors(query, query_pos, *_unpack_places(given), **weights, positions=positions)
-    return deformable_encoder_layer(settings, tensors)
+    @functools.cached_property
+    def _structure(self):
+        """Layers in the order of :class:`.EncoderTensors`, those of dropout, and cached settings."""
+        attention, (first, second) = self.attention, self.norms
+        (up, act, dropout1), down, dropout2 = self.ffn.layers
+        sizes = attention.num_heads, attention.num_levels, attention.num_points
+        fixed = sizes, attention.im2col_step, activation_of(act), (first.eps, second.eps)
+        layers = [*_linears_of(attention), first, up, down, second]
+        settings = Remembered(functools.partial(_settings_of_layer, *fixed))
+        return layers, (attention.dropout, dropout1, dropout2), settings
 
-
-def modules_of_encoder_layer(attention: nn.Module, ffn: nn.Module, norms: Iterable[nn.Module]):
-    """Yield the modules that :func:`run_encoder_layer` bypasses, with their roles.
-
-    Args:
-        attention (nn.Module): The deformable attention.
-        ffn (nn.Module): The feed-forward network.
-        norms (Iterable[nn.Module]): The two norms.
-    """
-    yield attention, 'deformable attention'
-    yield ffn, 'FFN'
-    if unsupported(attention, 'deformable attention') or unsupported(ffn, 'FFN'):
-        return
-    yield from _linears(attention)
-    yield attention.dropout, 'dropout'
-    yield from modules_of_ffn(ffn)
-    yield ffn.dropout_layer, 'identity'
-    if hasattr(ffn, 'gamma2'):
-        yield ffn.gamma2, 'identity'
-    yield from ((norm, 'affine layer norm') for norm in norms)
+    def reads(self, form: Form):
+        """See :meth:`.Binding.reads`."""
+        attention, ffn = self.attention, self.ffn
+        yield attention, 'deformable attention'
+        yield ffn, 'FFN'
+        if unsupported(attention, 'deformable attention') or unsupported(ffn, 'FFN'):
+            return
+        yield from ((linear, 'linear with bias') for linear in _linears_of(attention))
+        yield attention.dropout, 'dropout'
+        yield from modules_of_ffn(ffn)
+        yield ffn.dropout_layer, 'identity'
+        if hasattr(ffn, 'gamma2'):
+            yield ffn.gamma2, 'identity'
+        yield from ((norm, 'affine layer norm') for norm in self.norms)
 
 
 def problem_of_encoder_ffn(ffn: nn.Module) -> str | None:
-    """Return why :func:`run_encoder_layer` does not support a feed-forward network, or ``None``.
+    """Return why :class:`EncoderLayerBinding` does not support a feed-forward network, or ``None``.
 
     Args:
         ffn (nn.Module): The feed-forward network.
@@ -285,9 +297,9 @@ class LeanDeformableEncoderLayer(LeanModule):
     checkpointed = hands_on = draws_otherwise = True
     has_reference = False
 
-    def bypasses(self):
-        """See :meth:`.LeanModule.bypasses`."""
-        return modules_of_encoder_layer(self.self_attn, self.ffn, self.norms)
+    def parts(self):
+        """See :meth:`.LeanModule.parts`."""
+        return dict(layer=EncoderLayerBinding(self.self_attn, self.ffn, tuple(self.norms)))
 
     def accepts(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> bool:
         """See :meth:`.LeanModule.accepts`. The layer hands its keywords to the attention."""
@@ -297,7 +309,7 @@ class LeanDeformableEncoderLayer(LeanModule):
         """Run the layer on tokens (N, L, C)."""
         given = SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         positions = _draw_tokens(self, query, given.spatial_shapes.tolist)
-        return run_encoder_layer(self, self.self_attn, self.ffn, query, query_pos, given, positions)
+        return self.part('layer')(self.form, query, query_pos, given, self.sampled_form(), positions)
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:

@@ -1,6 +1,7 @@
 """mmcv's feed-forward network (``FFN``), alone and as a part of transformer layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import torch.utils.checkpoint as cp
@@ -10,12 +11,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.module_state import ModuleState, submodules
+from ..ops.common.precision import autocast_dtype
 from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
+from .parameters import Remembered, affine_of_all
 
-__all__ = ['LeanFFN', 'ffn_settings', 'ffn_weights', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
+__all__ = ['LeanFFN', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
 
 def rate_of(dropout: nn.Module) -> float:
@@ -74,7 +77,16 @@ class _FFNBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the operation on tokens (N, L, C)."""
-        return feed_forward(ffn_settings(self.ffn, form), FFNTensors(x, **ffn_weights(self.ffn)))
+        layers, dropouts, settings = self._structure
+        rates = [rate_of(dropout) for dropout in dropouts]
+        settings = settings(form, autocast_dtype(x) or x.dtype, *rates)
+        return feed_forward(settings, FFNTensors(x, *affine_of_all(layers)))
+
+    @functools.cached_property
+    def _structure(self):
+        """Layers in the order of :class:`.FFNTensors`, those of dropout, and cached settings."""
+        (up, act, first), down, second = self.ffn.layers
+        return (up, down), (first, second), Remembered(functools.partial(_settings_of_ffn, activation_of(act)))
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -134,25 +146,9 @@ def modules_of_ffn(ffn: FFN) -> Iterator[tuple[nn.Module, str]]:
     yield from ((down, 'linear with bias'), (second, 'dropout'))
 
 
-def ffn_settings(ffn: FFN, form: Form) -> FFNSettings:
-    """Return the settings of :func:`.feed_forward` for an ``FFN`` in its present mode.
-
-    Args:
-        ffn (FFN): The network.
-        form (Form): Form of the operation.
-    """
-    rates = rate_of(ffn.layers[0][2]), rate_of(ffn.layers[2])
-    return FFNSettings(activation_of(ffn.layers[0][1]), rates, form=form)
-
-
-def ffn_weights(ffn: FFN) -> dict[str, Tensor]:
-    """Return the parameters of an ``FFN`` by the field names of :class:`.FFNTensors`.
-
-    Args:
-        ffn (FFN): The network.
-    """
-    first, second = ffn.layers[0][0], ffn.layers[1]
-    return dict(weight1=first.weight, bias1=first.bias, weight2=second.weight, bias2=second.bias)
+def _settings_of_ffn(activation, form, dtype, *rates):
+    """Return the settings of :func:`.feed_forward`; those behind the activation are found in each step."""
+    return FFNSettings(activation, rates, dtype=dtype, form=form)
 
 
 @adapter(FFN)

@@ -1,8 +1,10 @@
 """What bindings read of modules in each step, in few calls: parameters, and settings that stay the same."""
 
+from collections.abc import Callable, Iterable
+
 from torch import Tensor, nn
 
-__all__ = ['Remembered', 'affine', 'drops_numbers', 'trains']
+__all__ = ['Remembered', 'affine', 'affine_of_all', 'drops_numbers', 'trains']
 
 
 class Remembered:
@@ -11,17 +13,17 @@ class Remembered:
     Copies and pickles start empty.
 
     Args:
-        kind (type): Class of the settings.
+        kind (Callable): Class of the settings, or a function that makes them.
     """
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: Callable):
         self.kind, self._made_of, self._made = kind, None, None
 
     def __reduce__(self):
         return Remembered, (self.kind,)
 
     def __call__(self, *made_of):
-        """Return the settings that the class makes of these arguments."""
+        """Return the settings that are made of these arguments."""
         if made_of != self._made_of:
             self._made_of, self._made = made_of, self.kind(*made_of)
         return self._made
@@ -43,6 +45,18 @@ def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     if bias is None and 'bias' in own:
         bias = own['bias']
     return weight, bias
+
+
+def affine_of_all(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+    """Return weight and bias of each module, one module after the other, see :func:`affine`.
+
+    Args:
+        modules (Iterable[nn.Module]): The modules.
+    """
+    tensors = []
+    for module in modules:
+        tensors += affine(module)
+    return tensors
 
 
 def trains(module: nn.Module) -> bool:

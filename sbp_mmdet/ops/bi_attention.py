@@ -23,7 +23,7 @@ from .common.autograd_function import OnHost, Operation, gradients_of, in_precis
 from .common.layouts import chunks
 from .common.precision import accumulator
 from .common.used_outputs import UsedOutputs
-from .ffn import dropout_factor, random_state, replayed, scaled_
+from .ffn import dropout_factor, random_state, replayed
 
 __all__ = ['LIMIT', 'BiAttentionSettings', 'BiAttentionTensors', 'bi_attention']
 
@@ -192,8 +192,7 @@ def _write_image_rows(s, t, rows, key, value, bias):
 
 def _apply_dropout(s, weights):
     """Return attention weights after dropout."""
-    factor = dropout_factor(weights, s.dropout)
-    return weights if factor is None else weights * factor
+    return weights * dropout_factor(weights, s.dropout) if s.dropout else weights
 
 
 def _take_image(x, n):
@@ -282,9 +281,13 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
                 weights = weights.masked_fill(t.mask[n, part, None], 0.0)
             # dP = dO V^T, dS^T = P * (dP - D), dV = P^T dO, all transposed; dropout multiplies P by `factor`.
             dweights = (rows_made[2].detach() @ dout[n].mT).to(weights.dtype)
-            factor = dropout_factor(weights, s.dropout)
-            dscores = weights * (scaled_(dweights, factor) - delta[n, :, None])
-            down = scaled_(weights, factor).to(s.dtype) @ dout[n]
+            if s.dropout:
+                factor = dropout_factor(weights, s.dropout)
+                dweights.mul_(factor)
+            dscores = weights * (dweights - delta[n, :, None])
+            if s.dropout:
+                weights.mul_(factor)
+            down = weights.to(s.dtype) @ dout[n]
             wanted = [*leaves, *(own[name] for name in names)]
             gradients = torch.autograd.grad(rows_made, wanted, [grad[n, part].to(rows_made[0].dtype), dscores, down])
             if needs.x:

@@ -44,7 +44,7 @@ from .common.layouts import (
     put_together,
     tokens_of,
 )
-from .common.precision import FULL, Stored, accumulate, cast, cast_all, zeros_for
+from .common.precision import FULL, Stored, Sums, cast, cast_all
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 from .common.token_norm import TokenNorm
 
@@ -184,8 +184,8 @@ class BackwardPass:
         self.means = None, None
         self.needs_product = needs.weight1 or (self.folds and needs.norm_weight)
         self._samples = settings.form.sample and (self.outer or self.needs_product)
-        # By the name of the parameter whose gradient follows from it: sums of outer products, and of vectors.
-        self.products, self.sums = dict(weight1=None, weight2=None), {}
+        # By the name of the parameter whose gradient follows from it.
+        self.sums = Sums({name: p for name in _PARAMETERS if (p := getattr(t, name)) is not None})
 
     def run(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of ``x`` and, in the order of the tensors, of the parameters."""
@@ -272,18 +272,15 @@ class BackwardPass:
         """
         factor = None if self.factor is None else self.factor[chunk.images]
         (rows, total), dx = incoming_rows(part, self.dtype, factor, self.by), None
-        sums = dict(bias2=total)
+        terms = dict(bias2=total)
         if self.outer or self.first:
-            dx = self._add_through_layers(rows, source, chunk, sums, out)
-        if self.sums:
-            torch._foreach_add_([self.sums[name] for name in sums], [*sums.values()])
-        else:
-            self.sums = sums
+            dx = self._add_through_layers(rows, source, chunk, terms, out)
+        self.sums.add(terms)
         return dx
 
-    def _add_through_layers(self, g, source, chunk, sums, out):
-        """Add rows to the sums of products, vectors into ``sums``, and return the gradient of the input."""
-        products, approximate, weights = self.products, self.settings.approximate, self.weights
+    def _add_through_layers(self, g, source, chunk, terms, out):
+        """Add rows to the sums of products, find the terms of the others, and return the gradient of the input."""
+        sums, approximate, weights = self.sums, self.settings.approximate, self.weights
         hidden, rows, normed = self._activations(source, chunk)
         if self._samples and chunk is None:
             images = self.grad.shape[0]
@@ -292,7 +289,7 @@ class BackwardPass:
         drawn = draw(self.settings.form.sample, g)
         if self.outer:
             active = F.gelu(drawn.of(hidden), approximate=approximate)
-            products['weight2'] = accumulate(products['weight2'], drawn.divided(g), centre_(active, self.means[1]))
+            sums.add_product('weight2', drawn.divided(g), centre_(active, self.means[1]))
             del active
         if not self.first:
             return None
@@ -300,28 +297,22 @@ class BackwardPass:
         dh = torch.mm(g, self.w2)
         dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
         del g, hidden
-        sums['bias1'] = dh.sum(0, dtype=self.full)
+        terms['bias1'] = dh.sum(0, dtype=self.full)
         if self.needs_product:
-            drawn_rows = centre_(drawn.of(rows), self.means[0])
-            products['weight1'] = accumulate(products['weight1'], drawn.divided(dh), drawn_rows)
+            sums.add_product('weight1', drawn.divided(dh), centre_(drawn.of(rows), self.means[0]))
         if not (self.needs.x if self.folds else any(self.of_norm)):
             return None
         dy = torch.mm(dh, weights.w1)
         del dh
         if self.folds:
             return normalise_backward(dy, *normed, self.saved.dtype, out)
-        dx, *of_norm = weights.norm.backward(dy, normed[0], normed[1:], self.of_norm)
-        for name, gradient in zip(('norm_weight', 'norm_bias'), of_norm, strict=True):
-            if gradient is not None:
-                sums[name] = gradient
+        dx, terms['norm_weight'], terms['norm_bias'] = weights.norm.backward(dy, normed[0], normed[1:], self.of_norm)
         return dx if out is None else out.copy_(dx.view(out.shape))
 
     def _gradients(self):
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
-        t, needs, sums, scale, unit = self.t, self.needs, self.sums | self.products, self.scale, self.unit
-        if not self.sums:  # there were no rows
-            given = {name: getattr(t, name) for name in _PARAMETERS}
-            sums = {name: None if p is None else zeros_for(p) for name, p in given.items()}
+        t, needs, scale, unit = self.t, self.needs, self.scale, self.unit
+        sums = self.sums.found or self.sums.gradients()  # zeros, if there were no rows
         total, b1 = sums['bias2'], sums['bias1'] if self.first else None
         w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if self.needs_product else None
         outer = None

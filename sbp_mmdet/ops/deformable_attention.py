@@ -302,7 +302,7 @@ def _images_backward(s, t, grad, needed):
     weights = inputs[2]
     dvalue, dplaces, dweights = _kernel_backward(s, t, grad, *inputs)
     del inputs
-    gradients = dict(_value_backward(s, t, dvalue.flatten(2), needed))
+    gradients = _value_backward(s, t, dvalue.flatten(2), needed)
     dplaces = dplaces.to(promoted(s.dtype, t.reference_points.dtype))
     if 'reference_points' in needed:
         gradients['reference_points'] = _points_backward(s, t, dplaces)
@@ -333,13 +333,14 @@ _QUERY_LAYERS = ('offset_weight', 'offset_bias', 'attention_weight', 'attention_
 
 
 def _value_backward(s, t, grad, needed):
-    """Yield the gradients of the value layer and of its input by name, given that of the values, (N, S, C)."""
+    """Return the gradients of the value layer and of its input by name, given that of the values, (N, S, C)."""
     if t.key_padding_mask is not None:
         grad = grad.masked_fill(t.key_padding_mask[..., None], 0.0)
     rows = grad.to(s.dtype).flatten(0, 1)
-    yield from _layer_backward('value', rows, t.value.to(s.dtype).flatten(0, 1), needed).items()
+    gradients = _layer_backward('value', rows, t.value.to(s.dtype).flatten(0, 1), needed)
     if 'value' in needed:
-        yield 'value', (rows @ t.value_weight.to(s.dtype)).view(t.value.shape).to(t.value.dtype)
+        gradients['value'] = (rows @ t.value_weight.to(s.dtype)).view(t.value.shape).to(t.value.dtype)
+    return gradients
 
 
 def _layer_backward(name, grad, x, needed):

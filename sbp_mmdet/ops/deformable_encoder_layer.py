@@ -10,6 +10,7 @@ through shortcuts and norms, but neither as queries of A nor as rows of the FFN.
 """
 
 import dataclasses
+import operator
 from collections import namedtuple
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from .common.autograd_function import OnHost, Operation, gradients_of, in_precis
 from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
 from .common.normed import Normed, norm, norm_backward
-from .common.precision import Sum, add_to, cast_all, column_sums
+from .common.precision import Sums, cast, cast_all, column_sums
 from .common.row_sampling import draw
 from .deformable_attention import (
     FIXED,
@@ -31,7 +32,7 @@ from .deformable_attention import (
     kernel_inputs,
     run_kernel,
 )
-from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed, scaled_
+from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed
 
 __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
 
@@ -42,8 +43,8 @@ class EncoderSettings:
 
     Attributes:
         attention (DeformableSettings): Settings of the attention; its form and dtype hold for the layer.
-        ffn (FFNSettings): Settings of the feed-forward network; its chunk holds for the layer, its form and dtype
-            are not used. Default: ReLU without dropout.
+        ffn (FFNSettings): Settings of the feed-forward network; its chunk holds for the layer, its dtype is that of the
+            attention. Default: ReLU without dropout.
         dropout (float): Dropout rate after the attention. Default: 0.
         eps (tuple[float, float]): Added to the variances of the two norms. Default: 1e-5.
     """
@@ -97,27 +98,35 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
     Returns:
         Tensor: Shape (N, L, C).
     """
-    attention = in_precision(settings.attention, tensors.x)
-    ffn = dataclasses.replace(settings.ffn, dtype=attention.dtype)
-    return _encoder_layer(dataclasses.replace(settings, attention=attention, ffn=ffn), tensors)
+    if settings.attention.dtype is None:
+        attention = in_precision(settings.attention, tensors.x)
+        ffn = dataclasses.replace(settings.ffn, dtype=attention.dtype)
+        settings = dataclasses.replace(settings, attention=attention, ffn=ffn)
+    return _encoder_layer(settings, tensors)
 
 
 def _attention_tensors(t, x):
     """Return the inputs of the attention among those of the layer."""
-    shared = {name: getattr(t, name) for name in DeformableTensors._fields if name not in ('x', 'value')}
-    return DeformableTensors(x=x, value=x, **shared)
+    return DeformableTensors(x, t.query_pos, x, *_get_places_and_linears(t))
 
 
-_PRODUCT_PARAMETERS = tuple(
-    [f'{name}_{kind}' for name in ('offset', 'attention', 'value', 'output') for kind in ('weight', 'bias')]
-    + ['weight1', 'bias1', 'weight2', 'bias2']
+_get_places_and_linears = operator.attrgetter(*DeformableTensors._fields[3:])
+
+
+_OF_FFN = 'weight1', 'bias1', 'weight2', 'bias2'
+_PRODUCT_PARAMETERS = (
+    *[f'{name}_{kind}' for name in ('offset', 'attention', 'value', 'output') for kind in ('weight', 'bias')],
+    *_OF_FFN,
 )
+_get_product_parameters = operator.attrgetter(*_PRODUCT_PARAMETERS)
+# Parameters whose gradients are summed over chunks of rows.
+_SUMMED = (*[f'{name}_{kind}' for name in ('output', 'norm1', 'norm2') for kind in ('weight', 'bias')], *_OF_FFN)
 
 
 def _in_precision_of_products(t, dtype):
     """Return the inputs with all parameters of matrix products in ``dtype``."""
-    given = [getattr(t, name) for name in _PRODUCT_PARAMETERS]
-    if all([x.dtype is dtype for x in given]):
+    given = _get_product_parameters(t)
+    if given[0].dtype is dtype and len({x.dtype for x in given}) == 1:
         return t
     return t._replace(**dict(zip(_PRODUCT_PARAMETERS, cast_all(given, dtype), strict=True)))
 
@@ -125,13 +134,10 @@ def _in_precision_of_products(t, dtype):
 class _Rows:
     """The layer on rows of x and of the kernel's output, with sums of its parameters' gradients over the rows."""
 
-    def __init__(self, settings, t, needs=None):
-        self.s, self.t, self.needs = settings, t, needs
+    def __init__(self, settings, t, sums=None):
+        self.s, self.t, self.sums = settings, t, sums
         self.dtype = settings.attention.dtype
-        self.output = [t.output_weight.to(self.dtype), t.output_bias.to(self.dtype)]
-        self.ffn = FeedForward(settings.ffn, t, needs)
-        names = ('output_weight', 'output_bias', 'norm1_weight', 'norm1_bias', 'norm2_weight', 'norm2_bias')
-        self.sums = {name: Sum(getattr(t, name)) for name in names} if needs else {}
+        self.ffn = FeedForward(settings.ffn, t, sums)
 
     def chunks(self, x):
         """Yield chunks of kept tokens, then of dropped ones.
@@ -148,9 +154,11 @@ class _Rows:
 
     def first(self, x, attended):
         """Compute the sum in front of the first norm, and the factor of dropout after the attention."""
-        out = torch.addmm(self.output[1], attended.to(self.dtype), self.output[0].t())
+        out = torch.addmm(self.t.output_bias, cast(attended, self.dtype), self.t.output_weight.t())
+        if not self.s.dropout:
+            return x + out, None
         factor = dropout_factor(out, self.s.dropout)
-        return x + scaled_(out, factor), factor
+        return x + out.mul_(factor), factor
 
     def forward(self, x, attended):
         """Compute the sum in front of the second norm, and the output."""
@@ -181,17 +189,17 @@ class _Rows:
         grad = self._norm_backward('norm1', grad, before, statistics)
         if not kept:
             return grad, None
-        out = grad.to(self.dtype)  # gradient of the attention's output, through the shortcut's sum and dropout
+        out = cast(grad, self.dtype)  # gradient of the attention's output, through the shortcut's sum and dropout
         out = out if factor is None else out * factor
-        sums['output_bias'].add(column_sums(out))
+        sums.add(dict(output_bias=column_sums(out)))
         drawn = draw(self.s.attention.form.sample, out)
-        sums['output_weight'].add_product(drawn.divided(out), drawn.of(attended).to(self.dtype))
-        return grad, out @ self.output[0]
+        sums.add_product('output_weight', drawn.divided(out), cast(drawn.of(attended), self.dtype))
+        return grad, out @ t.output_weight
 
     def _norm_backward(self, name, grad, x, statistics):
-        weight, bias = f'{name}_weight', f'{name}_bias'
-        grad, *gradients = norm_backward(grad, x, statistics, getattr(self.t, weight), getattr(self.t, bias))
-        add_to([self.sums[weight], self.sums[bias]], gradients)
+        names = f'{name}_weight', f'{name}_bias'
+        grad, *gradients = norm_backward(grad, x, statistics, *[getattr(self.t, name) for name in names])
+        self.sums.add(dict(zip(names, gradients, strict=True)))
         return grad
 
 
@@ -204,7 +212,7 @@ def _layer_forward(settings, tensors, needs):
     for index, _, chunk in run.chunks(x):
         rows = run.forward(chunk.take_rows(x, index), chunk.take_rows(attended, index))
         if out is None:
-            total, out = (x.new_empty(x.shape, dtype=r.dtype) for r in rows)
+            total, out = x.new_empty(x.shape, dtype=rows[0].dtype), x.new_empty(x.shape, dtype=rows[1].dtype)
         chunk.put_(total, rows[0], index)
         chunk.put_(out, rows[1], index)
     if out is None:  # a batch without images has no chunks
@@ -225,15 +233,16 @@ def _layer_backward(settings, saved, grad, needs):
     attention, attended = _attention_tensors(t, x), saved.attended
     if attended is None:
         attended = run_kernel(s, attention, *kernel_inputs(s, attention))
-    run, keep = _Rows(settings, t, needs), t.positions and t.positions.keep
+    given = saved.given
+    sums = Sums({name: getattr(given, name) for name in _SUMMED if name not in _OF_FFN or getattr(needs, name)})
+    run, keep = _Rows(settings, t, sums), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)
     dx, dattended = torch.empty_like(grad), attended
     if saved.attended is not None or keep is not None:  # otherwise each row's gradient takes the place of the row
         dattended = grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
     with replayed(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
-            tensors = (x, attended, saved.sum, grad)
-            rows = run.backward(*(chunk.take_rows(i, index) for i in tensors), kept)
+            rows = run.backward(*[chunk.take_rows(part, index) for part in (x, attended, saved.sum, grad)], kept)
             chunk.put_(dx, rows[0], index)
             if kept:
                 chunk.put_(dattended, rows[1])
@@ -242,8 +251,7 @@ def _layer_backward(settings, saved, grad, needs):
     if needs.x:
         dx.add_(inputs.pop('value'))
         inputs['x'] = add_rows_(dx, keep, inputs['x'])
-    sums = {name: total.value for name, total in run.sums.items()}
-    return EncoderGradients(**inputs, **sums, **run.ffn.sums)
+    return EncoderGradients(**inputs, **sums.gradients())
 
 
 _PER_QUERY = ('x', 'query_pos', 'reference_points')

@@ -20,7 +20,7 @@ from .common.activations import Activation
 from .common.autograd_function import Operation, gradients_of, in_precision
 from .common.kept_maps import KeptMap, keep, kept
 from .common.layouts import memory_format
-from .common.precision import Sum, accumulator
+from .common.precision import Sums, accumulator
 from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
 from .common.sign_bits import SignBits
 from .common.sparse_gradient import Places, scatter_gradient
@@ -150,7 +150,7 @@ def _backward(s, saved, grad, needs):
         places = Places.with_gradient(grad)
         if len(places.rows) <= s.sampled * saved.shape[0]:
             return _backward_of_few(s, saved, grad, places, needs)
-    sums = {name: Sum(getattr(t, name)) for name in _Gradients._fields[1:]}
+    sums = Sums({name: getattr(t, name) for name in _Gradients._fields[1:] if getattr(needs, name)})
     inner = needs.x or needs.weight or needs.bias
     strips = _strips(t, saved.shape, grad.device)
     dx = zeros_in(saved.shape, grad, saved.layout) if needs.x and len(strips) > 1 else None
@@ -171,15 +171,13 @@ def _backward(s, saved, grad, needs):
             dy = aten.threshold_backward(dy, y, 0)
             which = needs.x, needs.weight, needs.bias
             part, gradients['weight'], gradients['bias'] = s.conv.run_backward(dy, x, weight, strip, height, which)
-        for name, value in gradients.items():
-            if value is not None:
-                sums[name].add(value.to(accumulator(value)))
+        sums.add(gradients)
         if needs.x:  # rows of the halo get gradients from two strips
             dx = part if dx is None else dx
             if part is not dx:
                 halo.of(dx).add_(part)
         del x, y, dy, part
-    gradients = {name: total.value.to(getattr(t, name).dtype) for name, total in sums.items() if getattr(needs, name)}
+    gradients = {name: total.to(getattr(t, name).dtype) for name, total in sums.gradients().items()}
     return _Gradients(**gradients, x=dx.to(saved.dtype) if needs.x else None)
 
 

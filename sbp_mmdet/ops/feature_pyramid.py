@@ -22,7 +22,7 @@ from .common.autograd_function import (
 )
 from .common.kept_maps import kept
 from .common.layouts import memory_format
-from .common.precision import Sum, accumulator, no_autocast
+from .common.precision import Sums, no_autocast
 from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
 
 __all__ = ['LevelTensors', 'feature_pyramid']
@@ -169,7 +169,8 @@ def _backward(s, levels, grads, needs):
         if grad is None and incoming is None:
             gradients += [None] * len(LevelTensors._fields)
             continue
-        sums = {name: Sum(getattr(level.parameters, name)) for name in LevelTensors._fields[1:]}
+        parameters = {name: p for name, p in level.parameters._asdict().items() if p is not None}
+        sums = Sums(parameters)
         shape = level.shape[0], len(t.weight), *level.shape[2:]
         if incoming is None:
             incoming = zeros_in(shape, grad.new_empty(0, dtype=s.dtype), memory_format(grad))
@@ -178,8 +179,9 @@ def _backward(s, levels, grads, needs):
         dx = _lateral_backward(s, level, t, incoming, needs[i], sums)
         if grad is None:  # as in plain autograd: with a gradient of zero, an optimizer would decay these weights
             needs[i] = needs[i]._replace(out_weight=False, out_bias=False)
-        parameters = zip(LevelTensors._fields[1:], needs[i][1:], level.parameters[1:], strict=True)
-        gradients += [dx, *(sums[name].value.to(p.dtype) if need else None for name, need, p in parameters)]
+        found = {name: total.to(parameters[name].dtype) for name, total in sums.gradients().items()}
+        wanted = zip(LevelTensors._fields[1:], needs[i][1:], strict=True)
+        gradients += [dx, *(found[name] if need else None for name, need in wanted)]
         coarse[i] = None
         if i + 1 < len(levels):
             size = *shape[:2], *levels[i + 1].shape[2:]  # up^T(dL) sums the fine positions that read a coarse one
@@ -203,7 +205,7 @@ def _output_backward(s, level, t, coarse, grad, lateral_grad, needs, sums):
         which = True, needs.out_weight, bool(needs.out_bias)
         part, dweight, dbias = s.conv.run_backward(strip.of(grad), x, t.out_weight, strip, height, which)
         halo.of(lateral_grad).add_(part)
-        _add(sums, out_weight=dweight, out_bias=dbias)
+        sums.add(dict(out_weight=dweight, out_bias=dbias))
 
 
 def _lateral_backward(s, level, t, grad, needs, sums):
@@ -221,15 +223,9 @@ def _lateral_backward(s, level, t, grad, needs, sums):
         part, dweight, dbias = _LATERAL.run_backward(strip.of(grad), x, t.weight, strip, height, which)
         if needs.x:
             strip.of(dx).copy_(part)
-        _add(sums, weight=dweight, bias=dbias)
+        sums.add(dict(weight=dweight, bias=dbias))
     return dx.to(level.dtype) if needs.x else None
 
 
 def _strips(level, t, device):
     return cut_into_strips((level.shape[0], max(level.shape[1], len(t.weight)), *level.shape[2:]), device)
-
-
-def _add(sums, **parts):
-    for name, part in parts.items():
-        if part is not None:
-            sums[name].add(part.to(accumulator(part)))

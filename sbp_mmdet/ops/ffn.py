@@ -7,6 +7,7 @@ never rounded to eight bits, because hidden values close to zero would end up on
 
 import contextlib
 import dataclasses
+import operator
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from .common.activations import Activation
 from .common.autograd_function import Form, OnHost, Operation, gradients_of, in_precision
 from .common.layouts import chunks
-from .common.precision import Sum, column_sums
+from .common.precision import Sums, cast_all, column_sums
 from .common.row_sampling import draw
 
 __all__ = [
@@ -27,10 +28,10 @@ __all__ = [
     'feed_forward',
     'random_state',
     'replayed',
-    'scaled_',
 ]
 
-_WEIGHTS = ('weight1', 'bias1', 'weight2', 'bias2')
+_WEIGHTS = 'weight1', 'bias1', 'weight2', 'bias2'
+_get_weights = operator.attrgetter(*_WEIGHTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,27 +122,17 @@ def replayed(device: torch.device, state: OnHost | None):
         put(before, device) if cuda else torch.set_rng_state(before)
 
 
-def dropout_factor(rows: Tensor, rate: float) -> Tensor | None:
-    """Return what dropout multiplies rows by, drawn as torch's own dropout draws it, or ``None`` for a rate of 0.
+def dropout_factor(rows: Tensor, rate: float) -> Tensor:
+    """Return what dropout multiplies rows by, drawn as torch's own dropout draws it.
 
     The ones are contiguous whatever the strides of the rows are: random numbers are drawn in the order of memory, so a
     gradient that is laid out in columns would get the numbers of other entries than the forward pass had.
 
     Args:
         rows (Tensor): Rows that are multiplied, shape (K, C).
-        rate (float): Share of the numbers that dropout sets to zero.
+        rate (float): Share of the numbers that dropout sets to zero, more than 0: torch draws numbers for 0, too.
     """
-    return F.dropout(torch.ones(rows.shape, dtype=rows.dtype, device=rows.device), rate) if rate else None
-
-
-def scaled_(rows: Tensor, factor: Tensor | None) -> Tensor:
-    """Multiply rows by a factor, in place; ``None`` leaves them unchanged.
-
-    Args:
-        rows (Tensor): Rows, shape (K, C).
-        factor (Tensor | None): Factor of the same shape.
-    """
-    return rows if factor is None else rows.mul_(factor)
+    return F.dropout(torch.ones(rows.shape, dtype=rows.dtype, device=rows.device), rate)
 
 
 class FeedForward:
@@ -150,20 +141,13 @@ class FeedForward:
     Args:
         settings (FFNSettings): Settings with a dtype.
         tensors (NamedTuple): Inputs with the four parameters of :class:`FFNTensors`.
-        needs (tuple | None): Which parameters need a gradient. If ``None``, there is no backward pass. Default: None.
+        sums (Sums | None): Sums of the gradients of those parameters that need one, and possibly of others. If
+            ``None``, there is no backward pass. Default: None.
     """
 
-    def __init__(self, settings: FFNSettings, tensors: NamedTuple, needs: tuple | None = None):
-        self.settings, dtype = settings, settings.dtype
-        self.w1, self.b1 = tensors.weight1.to(dtype), tensors.bias1.to(dtype)
-        self.w2, self.b2 = tensors.weight2.to(dtype), tensors.bias2.to(dtype)
-        wanted = [] if needs is None else [name for name in _WEIGHTS if getattr(needs, name)]
-        self._sums = {name: Sum(getattr(tensors, name)) for name in wanted}
-
-    @property
-    def sums(self) -> dict[str, Tensor]:
-        """Gradients of the parameters, of the rows so far."""
-        return {name: total.value for name, total in self._sums.items()}
+    def __init__(self, settings: FFNSettings, tensors: NamedTuple, sums: Sums | None = None):
+        self.settings, self.sums, dtype = settings, sums, settings.dtype
+        self.w1, self.b1, self.w2, self.b2 = cast_all(_get_weights(tensors), dtype)
 
     @property
     def width(self) -> int:
@@ -175,14 +159,16 @@ class FeedForward:
         first, second = self.settings.dropout
         hidden = torch.addmm(self.b1, rows.to(self.settings.dtype), self.w1.t())
         hidden = self.settings.activation(hidden, inplace=True)
-        hidden = scaled_(hidden, dropout_factor(hidden, first))
+        if first:
+            hidden.mul_(dropout_factor(hidden, first))
         out = torch.addmm(self.b2, hidden, self.w2.t())
-        return scaled_(out, dropout_factor(out, second))
+        return out.mul_(dropout_factor(out, second)) if second else out
 
     def skip(self, rows: Tensor) -> None:
         """Draw the random numbers of rows whose gradients are not needed, so that later rows get their own."""
         for rate, width in zip(self.settings.dropout, (len(self.w1), len(self.w2)), strict=True):
-            dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
+            if rate:
+                dropout_factor(rows.new_empty(len(rows), width, dtype=self.settings.dtype), rate)
 
     def backward(self, rows: Tensor, grad: Tensor, needs_rows: bool = True) -> Tensor | None:
         """Add the gradients of some rows to the sums.
@@ -197,28 +183,31 @@ class FeedForward:
         """
         # With a = act(h) * drop1 and g = dy * drop2: dW2 += g^T a, dh = act'(h) * (g W2 * drop1), dW1 += dh^T x,
         # dx = dh W1.
-        act, dtype, sums = self.settings.activation, self.settings.dtype, self._sums
-        dropout, second = self.settings.dropout
+        act, dtype, sums = self.settings.activation, self.settings.dtype, self.sums
+        wanted, (dropout, second) = sums.parameters, self.settings.dropout
         rows = rows.to(dtype)
         hidden = torch.addmm(self.b1, rows, self.w1.t())
-        factor = dropout_factor(hidden, dropout)
+        factor = dropout_factor(hidden, dropout) if dropout else None
         grad = grad.to(dtype)
         if second:
             grad = grad * dropout_factor(grad, second)
         drawn = draw(self.settings.form.sample, grad)
-        if 'bias2' in sums:
-            sums['bias2'].add(column_sums(grad))
-        if 'weight2' in sums:
-            own = None if factor is None else drawn.of(factor)
-            sums['weight2'].add_product(drawn.divided(grad), scaled_(act(drawn.of(hidden)), own))
-        if not (needs_rows or 'weight1' in sums or 'bias1' in sums):
+        terms = dict(bias2=column_sums(grad) if 'bias2' in wanted else None)
+        if 'weight2' in wanted:
+            active = act(drawn.of(hidden))
+            active = active if factor is None else active.mul_(drawn.of(factor))
+            sums.add_product('weight2', drawn.divided(grad), active)
+            del active
+        if not (needs_rows or 'weight1' in wanted or 'bias1' in wanted):
+            sums.add(terms)
             return None
-        grad = act.backward(scaled_(grad @ self.w2, factor), hidden, inplace=True)
+        grad = grad @ self.w2
+        grad = act.backward(grad if factor is None else grad.mul_(factor), hidden, inplace=True)
         del hidden, factor
-        if 'bias1' in sums:
-            sums['bias1'].add(column_sums(grad))
-        if 'weight1' in sums:
-            sums['weight1'].add_product(drawn.divided(grad), drawn.of(rows))
+        terms['bias1'] = column_sums(grad) if 'bias1' in wanted else None
+        sums.add(terms)
+        if 'weight1' in wanted:
+            sums.add_product('weight1', drawn.divided(grad), drawn.of(rows))
         return grad @ self.w1 if needs_rows else None
 
 
@@ -252,15 +241,16 @@ def _forward(settings, tensors, needs):
 
 
 def _backward(settings, saved, grad, needs):
-    x = saved.x
-    run = FeedForward(settings, saved.weights, needs)
+    x, given = saved.x, saved.weights
+    sums = Sums({name: getattr(given, name) for name in _WEIGHTS if getattr(needs, name)})
+    run = FeedForward(settings, given, sums)
     dx = torch.empty_like(x, dtype=settings.dtype) if needs.x else None
     with replayed(grad.device, saved.state):
         for chunk in _chunks(settings, x, run):
             rows = run.backward(chunk.take_rows(x), chunk.take_rows(grad), needs.x)
             if needs.x:
                 chunk.put_(dx, rows)
-    return FFNGradients(x=dx, **run.sums)
+    return FFNGradients(x=dx, **sums.gradients())
 
 
 _feed_forward = Operation('FeedForward', _forward, _backward, FFNGradients)

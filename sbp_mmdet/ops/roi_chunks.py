@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .common.autograd_function import apply_function, differentiable_once
 from .common.handed_maps import Scope
 from .common.module_state import ModuleState, replaced, submodules
-from .common.precision import Sum, accumulator, autocast_dtype
+from .common.precision import Sums, autocast_dtype
 
 __all__ = ['ROIS', 'run_in_chunks']
 
@@ -112,16 +112,15 @@ class _InChunks(torch.autograd.Function):
         x, *trained = ctx.saved_tensors
         with ctx.layers.with_leaves(trained) as leaves:
             dx, sums = _backward(ctx, x, leaves, grads)
-        pairs = zip(sums, trained, strict=True)
-        gradients = [None if total.empty else total.value.to(t.dtype) for total, t in pairs]
+        gradients = [sums[i].to(t.dtype) if i in sums else None for i, t in enumerate(trained)]
         return None, dx, *gradients
 
 
 def _backward(ctx, x, leaves, grads):
-    """Return the gradient of the maps, and sums of the gradients of the trained tensors."""
+    """Return the gradient of the maps, and the gradients of the trained tensors by their number."""
     needs_x = ctx.needs_input_grad[1]
     dx = torch.empty_like(x) if needs_x else None
-    sums = [Sum(leaf) for leaf in leaves]
+    sums = Sums(dict(enumerate(leaves)))
     for start in range(0, len(x), ROIS):
         chunk = slice(start, start + ROIS)
         with torch.enable_grad():
@@ -135,11 +134,9 @@ def _backward(ctx, x, leaves, grads):
         if needs_x:
             dpart, *gradients = gradients
             dx[chunk] = 0 if dpart is None else dpart
-        for total, gradient in zip(sums, gradients, strict=True):
-            if gradient is not None:
-                total.add(gradient.to(accumulator(gradient)))
+        sums.add(dict(enumerate(gradients)))
         del gradients, part
-    return dx, sums
+    return dx, sums.found
 
 
 def _run(ctx, x):

@@ -19,7 +19,6 @@ the bias of the linear layer, and other tokens attend to them.
 
 import dataclasses
 import functools
-import types
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import add_branch, incoming_rows, normalise
 from .common.layouts import Chunk
-from .common.precision import FULL, Stored, Sum, accumulator, cast, cast_all, column_sums, multiplied, store
+from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiplied, store
 from .common.row_sampling import draw
 from .common.token_norm import TokenNorm
 from .window_layout import Collected, window_layout
@@ -182,14 +181,14 @@ def _backward(settings, saved, grad, needs):
     for i, chunk in enumerate(layout.chunks(s, len(tokens), tokens.shape[2])):
         windows = _Windows.run(s, layers, layout, tokens, is_normalised, chunk, *saved.qkv[i : i + 1])
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
-        dqkv = windows.backward(g @ layers.proj_weight, sums.bias, layers.scale)
+        dqkv, dbias = windows.backward(g @ layers.proj_weight, layers.scale)
         g = g.flatten(0, 1)
         drawn = draw(sample, g)
-        sums.proj_weight.add_product(drawn.divided(g), drawn.of(windows.out().flatten(0, 1)))
+        sums.add_product('proj_weight', drawn.divided(g), drawn.of(windows.out().flatten(0, 1)))
         rows = dqkv.flatten(0, 1)
-        sums.qkv_bias.add(column_sums(rows))
+        sums.add(dict(bias=dbias, qkv_bias=column_sums(rows)))
         drawn = draw(sample, rows)
-        sums.qkv_weight.add_product(drawn.divided(rows), drawn.of(windows.tokens.flatten(0, 1)))
+        sums.add_product('qkv_weight', drawn.divided(rows), drawn.of(windows.tokens.flatten(0, 1)))
         if any(norm):
             through.put(chunk, dqkv @ layers.qkv_weight)
     del tokens, scaled
@@ -200,8 +199,9 @@ def _backward(settings, saved, grad, needs):
         del through
     if dx is not None:
         dx = dx.add_(grad) if saved.rstd is None else torch.addcmul(grad, dx, saved.rstd)
-    projection = sums.proj_weight.value, total
-    return WindowGradients(dx, weight, bias, *layers.gradients(sums), _table_gradient(t, sums), *projection)
+    sums = sums.gradients()
+    table = _table_gradient(t, sums['bias'])
+    return WindowGradients(dx, weight, bias, *layers.gradients(sums), table, sums['proj_weight'], total)
 
 
 class _Layers(NamedTuple):
@@ -243,7 +243,7 @@ class _Layers(NamedTuple):
 
     def gradients(self, sums):
         """Return the gradients of the first layer's weight and bias from the sums over the windows."""
-        weight, bias = sums.qkv_weight.value, sums.qkv_bias.value
+        weight, bias = sums['qkv_weight'], sums['qkv_bias']
         return (weight, bias) if self.scales is None else (weight.mul_(self.scales[:, None]), bias.mul_(self.scales))
 
 
@@ -329,12 +329,11 @@ class _Windows:
         out = torch.bmm(self.map, self.qkv[2]).view(number // self.heads, self.heads, area, head_dim)
         return out.transpose(1, 2).reshape(self.tokens.shape)
 
-    def backward(self, grad, dbias, scale):
-        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and add that of B to a sum.
+    def backward(self, grad, scale):
+        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and that of B.
 
         Args:
             grad (Tensor): dO, shape (N, P', C).
-            dbias (Sum): Sum for dB.
             scale (float): Factor of Q K^T.
         """
         (q, k, v), heads = self.qkv.unbind(0), self.heads
@@ -343,7 +342,7 @@ class _Windows:
         grad = grad.view(number, area, heads, head_dim).transpose(1, 2).reshape(v.shape)
         dsoftmax = cast(torch.bmm(grad, v.mT), self.softmax.dtype)
         dscores = torch._softmax_backward_data(dsoftmax, self.softmax, -1, self.softmax.dtype)
-        dbias.add(dscores.view(number, heads, area, area).sum(0, dtype=accumulator(dscores)))
+        dbias = dscores.view(number, heads, area, area).sum(0, dtype=accumulator(dscores))
         dscores = cast(dscores, grad.dtype)
         gradients = grad.new_empty(3, *v.shape)
         dq, dk, dv = gradients.unbind(0)
@@ -351,21 +350,16 @@ class _Windows:
         torch.baddbmm(dk, dscores.mT, q, beta=0, alpha=scale, out=dk)
         torch.bmm(self.map.mT, grad, out=dv)
         gradients = gradients.view(3, number, heads, area, head_dim).permute(1, 3, 0, 2, 4)
-        return gradients.reshape(*self.tokens.shape[:2], 3 * heads * head_dim)
+        return gradients.reshape(*self.tokens.shape[:2], 3 * heads * head_dim), dbias
 
 
 def _allocate_sums(t):
     """Return the sums over the windows for the gradients of parameters, in full precision."""
-    return types.SimpleNamespace(
-        qkv_weight=Sum(t.qkv_weight),
-        qkv_bias=Sum(t.qkv_weight[:, 0] if t.qkv_bias is None else t.qkv_bias),
-        bias=Sum(t.table),  # (h, window^2, window^2)
-        proj_weight=Sum(t.proj_weight),
-    )
+    qkv_bias = t.qkv_weight[:, 0] if t.qkv_bias is None else t.qkv_bias
+    return Sums(dict(qkv_weight=t.qkv_weight, qkv_bias=qkv_bias, bias=t.table, proj_weight=t.proj_weight))
 
 
-def _table_gradient(t, sums):
-    bias = sums.bias.value
+def _table_gradient(t, bias):
     table = torch.zeros_like(t.table, dtype=bias.dtype)
     # Entries of the map that share a row of the table are added in their order, as in the backward pass of the module's
     # own lookup. index_add_ would add them atomically on CUDA, in an order that differs from run to run.

@@ -5,7 +5,7 @@ Full precision is fp32, or fp64 for tensors in fp64 (:func:`accumulator`).
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,9 @@ __all__ = [
     'FULL',
     'ROUNDED',
     'Stored',
-    'Sum',
+    'Sums',
     'accumulate',
     'accumulator',
-    'add_to',
     'autocast_dtype',
     'cast',
     'cast_all',
@@ -152,52 +151,55 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-class Sum:
-    """Sum in full precision. The first term becomes the sum itself, so no zeros are allocated.
+class Sums:
+    """Gradients of an operation's parameters, summed over chunks of rows in full precision.
+
+    The first term becomes the sum itself, so no zeros are allocated.
 
     Args:
-        like (Tensor): Parameter whose gradient the sum is; :attr:`value` is zeros in its shape if nothing was added.
+        parameters (Mapping[Hashable, Tensor]): The parameters by name.
+
+    Attributes:
+        found (dict[Hashable, Tensor]): Sums that have terms, by name.
     """
 
-    def __init__(self, like: Tensor):
-        self.like, self._total = like, None
+    def __init__(self, parameters: Mapping[Hashable, Tensor]):
+        self.parameters, self.found = parameters, {}
 
-    def add(self, part: Tensor) -> None:
-        """Add a tensor.
+    def add(self, terms: Mapping[Hashable, Tensor | None]) -> None:
+        """Add a term to each of several sums, in one kernel on a GPU.
 
         Args:
-            part (Tensor): The tensor, in full precision. Nothing else may use it: later terms may be added in place.
+            terms (Mapping[Hashable, Tensor | None]): Terms by the name of the parameter, in any precision. Nothing else
+                may use them: later terms may be added in place. ``None`` adds nothing.
         """
-        self._total = part if self._total is None else self._total.add_(part)
+        found, sums, others = self.found, [], []
+        for name, term in terms.items():
+            if term is None:
+                continue
+            term = term if term.dtype in FULL else term.float()
+            if name in found:
+                sums.append(found[name])
+                others.append(term)
+            else:
+                found[name] = term
+        if sums:
+            torch._foreach_add_(sums, others)
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add a product; the arguments are those of :func:`accumulate`."""
-        self._total = accumulate(self._total, a, b)
+    def add_product(self, name: Hashable, a: Tensor, b: Tensor) -> None:
+        """Add the product a^T b to a sum.
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was added."""
-        return self._total is None
+        Args:
+            name (Hashable): Name of the parameter.
+            a (Tensor): Rows, see :func:`accumulate`.
+            b (Tensor): Rows, see :func:`accumulate`.
+        """
+        self.found[name] = accumulate(self.found.get(name), a, b)
 
-    @property
-    def value(self) -> Tensor:
-        """The sum, or zeros if nothing was added."""
-        return zeros_for(self.like) if self._total is None else self._total
-
-
-def add_to(sums: Sequence[Sum], parts: Sequence[Tensor]) -> None:
-    """Add a new tensor to each of several sums, in one kernel on a GPU.
-
-    Args:
-        sums (Sequence[Sum]): Sums that have equally many terms.
-        parts (Sequence[Tensor]): A term for each, in any precision.
-    """
-    parts = [cast(part, accumulator(part)) for part in parts]
-    if sums[0].empty:
-        for total, part in zip(sums, parts, strict=True):
-            total.add(part)
-    else:
-        torch._foreach_add_([total.value for total in sums], parts)
+    def gradients(self) -> dict[Hashable, Tensor]:
+        """Return the sums of all parameters by name, zeros where nothing was added."""
+        found = self.found
+        return {name: found[name] if name in found else zeros_for(p) for name, p in self.parameters.items()}
 
 
 def accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
