@@ -20,7 +20,7 @@ from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
 from ..stochastic_backprop.masks import Positions
-from .parameters import Remembered, affine
+from .parameters import Remembered, affine, affine_of_all
 from .predicate import find_problems, tensors_in
 
 __all__ = [
@@ -176,15 +176,19 @@ class ChannelMLPBinding(Binding):
             x, conv = convolve(self.conv, affine(self.conv), cast(x, dtype), form.storage)
             # If positions are dropped, saving x-hat of the kept ones is cheaper than recomputing the convolution.
             conv = conv if positions is None else None
-        norm, first, second = affine(self.norm), _matrix(self.up), _matrix(self.down)
+        norm_weight, norm_bias, weight1, bias1, weight2, bias2 = affine_of_all((self.norm, self.up, self.down))
+        if weight1.dim() == 4:  # 1x1 convolutions
+            weight1, weight2 = weight1.flatten(1), weight2.flatten(1)
         eps, approximate = self.norm.eps, vars(self.act).get('approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)
-            tensors = GRNTensors(x, shortcut, *norm, *first, *grn, *second, self.scale, factor, conv)
+            first, second = (norm_weight, norm_bias, weight1, bias1), (weight2, bias2)
+            tensors = GRNTensors(x, shortcut, *first, *grn, *second, self.scale, factor, conv)
             return grn_mlp(GRNSettings(form, eps, self.grn.eps, approximate), tensors)
         activation = self.act if form.implementation == 'reference' else None
         settings = self._settings(form, eps, approximate, activation, None, dtype)
-        tensors = MLPTensors(x, shortcut, *norm, *first, *second, self.scale, factor, positions, conv)
+        parameters = norm_weight, norm_bias, weight1, bias1, weight2, bias2
+        tensors = MLPTensors(x, shortcut, *parameters, self.scale, factor, positions, conv)
         return channel_mlp(settings, tensors)
 
     @functools.cached_property
@@ -212,12 +216,6 @@ class ChannelMLPBinding(Binding):
         if self.conv is not None and [module for module, _ in problems] == [self.conv]:
             return dataclasses.replace(self, recomputes_conv=False), problems
         return (None if problems else self), problems
-
-
-def _matrix(layer):
-    """Return weight and bias of a linear layer or 1x1 convolution."""
-    weight, bias = affine(layer)
-    return weight if weight.dim() == 2 else weight.flatten(1), bias
 
 
 def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:

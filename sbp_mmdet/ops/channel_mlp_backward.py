@@ -44,7 +44,7 @@ from .common.layouts import (
     put_together,
     tokens_of,
 )
-from .common.precision import FULL, Stored, Sums, cast, cast_all
+from .common.precision import FULL, Stored, Sums, cast, cast_all, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
 from .common.token_norm import TokenNorm
 
@@ -185,7 +185,7 @@ class BackwardPass:
         self.needs_product = needs.weight1 or (self.folds and needs.norm_weight)
         self._samples = settings.form.sample and (self.outer or self.needs_product)
         # By the name of the parameter whose gradient follows from it.
-        self.sums = Sums({name: p for name in _PARAMETERS if (p := getattr(t, name)) is not None})
+        self.sums = Sums({})
 
     def run(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of ``x`` and, in the order of the tensors, of the parameters."""
@@ -312,7 +312,10 @@ class BackwardPass:
     def _gradients(self):
         """Return the gradients of norm_weight, norm_bias, weight1, bias1, weight2, bias2 and gamma."""
         t, needs, scale, unit = self.t, self.needs, self.scale, self.unit
-        sums = self.sums.found or self.sums.gradients()  # zeros, if there were no rows
+        sums = self.sums.found
+        if not sums:  # there were no rows
+            given = {name: getattr(t, name) for name in _PARAMETERS}
+            sums = {name: None if p is None else zeros_for(p) for name, p in given.items()}
         total, b1 = sums['bias2'], sums['bias1'] if self.first else None
         w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if self.needs_product else None
         outer = None
