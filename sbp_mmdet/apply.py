@@ -7,7 +7,7 @@ can be changed. A few lines add a class of your own, see :mod:`.adapters.base`.
 
 from torch import nn
 
-from .adapters import LeanModule, Place, release, take_over
+from .adapters import LeanModule, Place, bypassed_by, release, take_over
 from .adapters.predicate import fairscale_forward
 from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, plan_change
@@ -73,7 +73,7 @@ def apply_settings(model: nn.Module, settings: Settings) -> Report:
     plan = None if settings.preset.name == 'none' else plan_change(model, settings, chosen)
     before = _get_state(model)
     try:
-        _restore(model, chosen.values())
+        _restore(model, [*_changed_around(model, chosen, plan), *chosen.values()])
         report = _carry_out(model, settings, plan, chosen) if plan else Report({}, {}, {})
         refuse_replays(model)
         return report
@@ -126,6 +126,23 @@ def _restore(model, modules):
         give_parts_back(module)
     detach_draws(model, draws_of(model))
     hand_on_within(model)
+
+
+def _changed_around(model, chosen, plan):
+    """Return changed modules that an earlier call chose, and that run modules of this one without calling them.
+
+    They would go on with the settings of the earlier call. With their own code, they call what is inside of them.
+    """
+    own = {key for key, module in chosen.items() if isinstance(module, LeanModule)} | (
+        plan.bounds.keys() if plan else set()
+    )
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, LeanModule)
+        and id(module) not in chosen
+        and not own.isdisjoint(map(id, bypassed_by(module)))
+    ]
 
 
 def keep_ratios(model: nn.Module) -> dict[tuple, float]:

@@ -69,8 +69,13 @@ _MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 @functools.cache
 def _mixed(mixin, kind):
-    """Return the class of a pair. It is made once, because torch.compile compiles each class of modules anew."""
-    mixed = type(kind.__name__, (mixin, kind), {'__module__': kind.__module__})
+    """Return the class of a pair. It is made once, because torch.compile compiles each class of modules anew.
+
+    Its bases are those of the user's class as well, as mmengine's ``init_cfg`` initialises layers by the names of their
+    class and its bases. A runner does so after its hooks have changed the model.
+    """
+    bases = [base for base in kind.__bases__ if issubclass(base, nn.Module)]
+    mixed = type(kind.__name__, (mixin, kind, *bases), {'__module__': kind.__module__})
     _MADE_OF[mixed] = mixin, kind
     return mixed
 

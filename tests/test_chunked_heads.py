@@ -88,6 +88,23 @@ def test_gradients_are_those_of_the_heads_own_code(name, needs_x):
     assert_same(run_step(lean, random_maps(name, 5)), run_step(plain, random_maps(name, 5)))
 
 
+@pytest.mark.parametrize('trained', ['fc_cls', 'fc_reg'])
+def test_an_output_behind_frozen_layers_has_no_gradient(trained):
+    """Of frozen maps, where the layers of the other output train alone, as in fine-tuning."""
+    steps, losses = [], []
+    for plain in (True, False):
+        head = build_head('box').requires_grad_(False)
+        getattr(head, trained).requires_grad_(True)
+        head = head if plain else make_chunked_copy(head)
+        outs = dict(zip(('fc_cls', 'fc_reg'), head(random_maps('box')), strict=True))
+        assert {name for name, out in outs.items() if out.requires_grad} == {trained}
+        losses.append(sum(out.sin().sum() for out in outs.values()))
+        losses[-1].backward()
+        steps.append({name: p.grad for name, p in head.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*steps)
+
+
 @pytest.mark.parametrize(
     ('preset', 'classes', 'chunked'),
     [('exact_min', 3, ['bbox', 'mask']), ('int8', 3, ['bbox']), ('int8', 1203, ['bbox', 'mask'])],

@@ -78,6 +78,23 @@ def test_gradients_are_those_of_the_definition(kept):
         assert_near(actual, _gradients(_plain(KEPT[kept]), tensors, trainable), 1e-12)
 
 
+@pytest.mark.parametrize('outside', [run_sequence, lambda run, x: run(x)], ids=['one node', 'one by one'])
+@pytest.mark.parametrize('kept', KEPT)
+def test_what_runs_behind_may_write_to_the_output(kept, outside):
+    """As to the output of plain blocks, also where no image runs them; the input keeps its values."""
+
+    def write(run):
+        def write_to_output(x, **tensors):
+            x = x * 1
+            return torch.cat([run(x, **tensors).mul_(3), x])
+
+        return write_to_output
+
+    tensors = _inputs()
+    actual = _gradients(write(_sequence(KEPT[kept], outside)), tensors, [*tensors])
+    assert_near(actual, _gradients(write(_plain(KEPT[kept])), tensors, [*tensors]), 1e-12)
+
+
 def test_the_input_alone_is_saved():
     tensors = _inputs()
     one = tensors['x'].numel() * tensors['x'].element_size()

@@ -4,10 +4,13 @@ import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ops_cases import CASES, Case, differentiate
+from oracles import assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet.ops.common.autograd_function import Form
+from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 FORMS = dict(exact=Form(), int8=Form(storage='int8'))
 
@@ -88,6 +91,24 @@ def test_any_strides(name, kind, form):
 
     for a, b in zip(gradients(strided), gradients(torch.clone), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize('recompute', [False, True])
+def test_a_group_norm_of_any_strides(recompute):
+    """torch's kernels of group norm read parameters past their strides; the module of torch makes them contiguous."""
+    torch.manual_seed(0)
+    tensors = dict(x=torch.randn(2, 3, 5, 4), weight=torch.randn(6, 3, 1, 1), bias=torch.randn(6))
+    tensors = {name: t.double() for name, t in tensors.items()}
+    tensors |= {name: strided(torch.randn(6).double()) for name in ('norm_weight', 'norm_bias')}
+
+    def lean(x, weight, bias, norm_weight, norm_bias):
+        settings = ConvNormSettings(norm='group', num_groups=3, recompute=recompute)
+        return conv_norm(settings, ConvNormTensors(x, weight, bias, norm_weight, norm_bias))
+
+    def plain(x, weight, bias, norm_weight, norm_bias):
+        return F.group_norm(F.conv2d(x, weight, bias), 3, norm_weight, norm_bias)
+
+    assert_near(differentiate(lean, tensors), differentiate(plain, tensors), 1e-12)
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])

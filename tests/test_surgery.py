@@ -7,13 +7,13 @@ import types
 
 import pytest
 import torch
-from mmcv.cnn import ConvModule
+from mmcv.cnn import ConvAWS2d, ConvModule, ConvWS2d
 from mmdet.models.backbones.resnet import BasicBlock
 from mmdet.models.test_time_augs import DetTTAModel
 from mmdet.registry import HOOKS
 from mmengine import DefaultScope, Registry, registry
 from mmengine.hooks import Hook
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, BaseModule
 from torch import nn
 
 from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook, apply_lean
@@ -162,3 +162,26 @@ def test_a_new_instance_of_a_changed_class_is_plain(preset):
     new = type(model[4])(3, 3).double().train()
     new(x).sum().backward()
     assert type(new) is BasicBlock and new.conv1.weight.grad is not None
+
+
+class Initialised(BaseModule):
+    """Layers of classes that derive from those that ``init_cfg`` names."""
+
+    def __init__(self):
+        super().__init__(init_cfg=dict(type='Constant', layer=['Conv2d', '_BatchNorm'], val=0.5, bias=0.25))
+        self.conv, self.layers = ConvWS2d(3, 4, 1), nn.Sequential(ConvAWS2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+def test_weights_are_initialised_by_the_names_of_base_classes(preset):
+    """mmengine's ``init_cfg`` looks at a module's class and its bases, when a runner's hooks have changed the model."""
+    torch.manual_seed(0)
+    plain = Initialised()
+    lean = copy.deepcopy(plain)
+    apply_lean(lean, preset, verify=False)
+    assert isinstance(lean.conv, Mixin)
+    for model in (plain, lean):
+        model.init_weights()
+    for expected, actual in zip(plain.parameters(), lean.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+    assert (lean.conv.weight == 0.5).all()

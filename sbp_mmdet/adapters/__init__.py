@@ -33,7 +33,7 @@ from .bindings import (
     mlp_of_ffn,
 )
 from .bound import Bound, bind
-from .changes import modules_bypassed_in, release, take_over
+from .changes import bypassed_by, modules_bypassed_in, release, take_over
 from .place import Place
 from .roles import know
 from .swin import WindowAttentionBinding
@@ -54,6 +54,7 @@ __all__ = [
     'adapter',
     'adapter_of',
     'bind',
+    'bypassed_by',
     'know',
     'mlp_of_ffn',
     'modules_bypassed_in',

@@ -4,10 +4,11 @@ from torch import nn
 
 from ..surgery import mix_in, mix_out
 from .base import LeanModule
+from .bound import bind
 from .place import Place
 from .predicate import fairscale_forward
 
-__all__ = ['modules_bypassed_in', 'release', 'take_over']
+__all__ = ['bypassed_by', 'modules_bypassed_in', 'release', 'take_over']
 
 
 def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
@@ -36,6 +37,19 @@ def release(module: nn.Module) -> None:
         place = vars(module).pop('_lean')
         if place.own_forward is not None:
             module.forward = place.own_forward
+
+
+def bypassed_by(module: LeanModule) -> set[nn.Module]:
+    """Return the modules that the operations of a changed module run without calling them.
+
+    Args:
+        module (LeanModule): The changed module.
+    """
+    place = module._lean
+    bound = bind(type(module), module, place.settings, running=True)
+    parts = (inside for part in bound.parts.values() for inside, _ in part.reads(place.settings.preset.form))
+    others = (inside for inside, _ in module.bypasses()) if bound.reason is None else ()
+    return {*parts, *others} - {module}
 
 
 def modules_bypassed_in(model: nn.Module) -> set[nn.Module]:

@@ -96,8 +96,14 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(x, *trained)
         outs = None
         for start in range(0, len(x), ROIS):
-            outputs = _run(ctx, x[start : start + ROIS])
-            outs = outs or [None if out is None else out.new_empty(len(x), *out.shape[1:]) for out in outputs]
+            # Where maps and some layers are frozen, the graph of a chunk tells which outputs have a gradient.
+            with torch.set_grad_enabled(outs is None and not ctx.needs_input_grad[1]):
+                outputs = _run(ctx, x[start : start + ROIS])
+            if outs is None:
+                outs = [None if out is None else out.new_empty(len(x), *out.shape[1:]) for out in outputs]
+                if not ctx.needs_input_grad[1]:
+                    pairs = zip(outs, outputs, strict=True)
+                    ctx.mark_non_differentiable(*[o for o, part in pairs if o is not None and not part.requires_grad])
             for out, part in zip(outs, outputs, strict=True):
                 if part is not None:
                     out[start : start + ROIS].copy_(part)

@@ -47,7 +47,11 @@ class ThinnedStages(NamedTuple):
 
     def keep_ratios(self) -> dict[tuple, float]:
         """Return the keep ratios of the thinned layers that train; frozen layers are exact and omitted."""
-        return {key: ratio for key, ratio in self.ratios.items() if _trains(self.layers[key])}
+        return {key: ratio for key, ratio in self.ratios.items() if self._is_changed(key) and _trains(self.layers[key])}
+
+    def _is_changed(self, key):
+        """Return whether a layer is changed still: part of a backbone may have got its own code back since then."""
+        return '_lean' in self.layers[key].__dict__
 
     def rates(self) -> dict[tuple, float]:
         """Return the rate of stochastic depth of each branch, ``(stage, block, branch)``, that skips dropped images."""
@@ -56,7 +60,7 @@ class ThinnedStages(NamedTuple):
         return {
             (*key, branch): rate
             for key, layer in self.layers.items()
-            if layer.training
+            if layer.training and self._is_changed(key)
             for branch, rate in layer.drop_rates().items()
         }
 

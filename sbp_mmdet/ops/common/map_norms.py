@@ -51,7 +51,8 @@ def normalise(s, t, z):
             raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
         z = _for_group_norm(z, t.norm_weight)
         sizes = *z.shape[:2], z.shape[2] * z.shape[3]
-        out, mean, rstd = torch.native_group_norm(z, t.norm_weight, t.norm_bias, *sizes, s.num_groups, s.eps)
+        norm = _contiguous(t.norm_weight), _contiguous(t.norm_bias)
+        out, mean, rstd = torch.native_group_norm(z, *norm, *sizes, s.num_groups, s.eps)
         return out, Statistics(mean, rstd), None
     if s.process_group is not None:
         return (_normalise_together_by_kernels if _has_kernels(z) else _normalise_together)(s, t, z)
@@ -86,6 +87,11 @@ def _for_group_norm(z, weight):
     if z.device.type == 'cpu':
         return z.contiguous(memory_format=memory_format(z))
     return (z if weight is None else cast(z, weight.dtype)).contiguous()
+
+
+def _contiguous(parameter):
+    """Return a parameter as torch's kernels of group norm read it: they do not look at strides."""
+    return None if parameter is None else parameter.contiguous()
 
 
 def affine_of_norm(s, t, statistics, channels):
@@ -148,7 +154,8 @@ def normalise_backward(s, t, statistics, extra, z, grad, needs):
         z = _for_group_norm(z, t.norm_weight)
         grad = cast(grad, z.dtype).contiguous(memory_format=memory_format(z))
         sizes = *z.shape[:2], z.shape[2] * z.shape[3], s.num_groups
-        return aten.native_group_norm_backward.default(grad, z, mean, rstd, t.norm_weight, *sizes, which)
+        weight = _contiguous(t.norm_weight)
+        return aten.native_group_norm_backward.default(grad, z, mean, rstd, weight, *sizes, which)
     if s.process_group is not None:
         backward = _together_backward_by_kernels if _has_kernels(z) else _normalise_together_backward
         return backward(s, t, statistics, extra, z, grad)

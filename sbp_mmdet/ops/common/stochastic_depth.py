@@ -116,13 +116,17 @@ def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) 
 
 
 class _PassBy(torch.autograd.Function):
-    """Identity whose backward pass gives gradients of zero to the parameters of the bypassed block."""
+    """Copy whose backward pass gives gradients of zero to the parameters of the bypassed block.
+
+    The output is in memory of its own, as that of every block: what runs behind may write to it, and autograd refuses
+    that for a view.
+    """
 
     @staticmethod
     def forward(ctx, x, *parameters):
         ctx.like = parameters
         ctx.set_materialize_grads(False)
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     @uncompiled
