@@ -172,14 +172,17 @@ def test_box_heads_without_convolutions_stay_whole():
 
 
 def test_autocast_gives_gradients_of_the_same_precision():
+    """Their errors are no larger than those of the head's own code, whose sums in bfloat16 depend on the CPU."""
     plain, name = build_head('mask').float(), 'mask'
     lean, x = make_chunked_copy(plain), random_maps(name).float()
+    exact = run_step(copy.deepcopy(plain).double(), x.double())[1]
     with torch.autocast('cpu', torch.bfloat16):
         (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
     assert [out.dtype for out in actual] == [out.dtype for out in expected]
     for key, gradient in own.items():
         assert ours[key].dtype == gradient.dtype
-        assert (ours[key] - gradient).norm() < 0.02 * gradient.norm(), key
+        error, usual = ((g - exact[key]).norm() for g in (ours[key], gradient))
+        assert error < 1.5 * usual + 0.001 * exact[key].norm(), key
     with torch.autocast('cpu', torch.bfloat16):  # the cache of weights was not filled without gradients
         assert all(g is not None for g in run_step(lean, x)[1].values())
 
