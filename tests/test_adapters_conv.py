@@ -195,7 +195,7 @@ def test_copies_and_pickles_are_lean_and_independent():
     lean = randomize_norms(Row(conv_module()))
     apply_lean(lean)
     expected = run_step(lean, image())
-    for other in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
+    for other in (copy.deepcopy(lean), *[pickle.loads(pickle.dumps(lean, protocol)) for protocol in (0, 2, 5)]):
         other.load_state_dict(lean.state_dict())
         assert run_step(other, image())[3] == expected[3]
         assert all(p is not q for p, q in zip(other.parameters(), lean.parameters(), strict=True))

@@ -56,10 +56,8 @@ class BypassedModules:
         self._functions = Functions({place: None for _, code in self._code for place in code.places})
 
     def __getstate__(self):
-        return {}  # a copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew
-
-    def __setstate__(self, state):
-        self.modules, self.precisions, self._kind, self._root = (), frozenset(), None, None
+        # A copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew.
+        return dict(modules=(), precisions=frozenset(), _kind=None, _root=None)
 
     def warn_of_input(self, name: str) -> None:
         """Log once that the module runs its own code for an input that :mod:`.inputs` or its adapter does not know.
