@@ -69,6 +69,32 @@ def test_nothing_kept():
         assert torch.equal(part, torch.zeros_like(like))
 
 
+@pytest.mark.parametrize(
+    'off, kernel', [('', 'flash'), ('flash', 'efficient'), ('mem_efficient', 'flash'), ('flash mem_efficient', 'plain')]
+)
+def test_kernels_that_the_user_switched_off_are_not_called(off, kernel):
+    fake = pytest.importorskip('torch._subclasses.fake_tensor')
+    switches = [getattr(torch.backends.cuda, f'enable_{name}_sdp') for name in off.split()]
+    q, k, v = torch.randn(3, 2, 3, 50, 8, dtype=torch.float64)
+    grad, *expected = torch.randn_like(q), *flash.attend(q, k, v)
+    expected += flash.attend_backward(grad, q, k, v, *expected)
+    try:
+        for switch in switches:
+            switch(False)
+        with fake.FakeTensorMode(), mock.patch.object(flash, '_ampere', lambda _: True):
+            assert flash._kernel(torch.empty(2, 3, 50, 64, dtype=torch.float16, device='cuda')) == kernel
+        with mock.patch.object(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') as called:
+            actual = flash.attend(q, k, v)
+            assert called.called == ('flash' not in off)
+        if 'flash' in off:
+            torch.testing.assert_close([*actual, *flash.attend_backward(grad, q, k, v, *actual)], expected)
+            # Statistics of one kernel in the backward pass of another, where the switch is a context of the forward.
+            torch.testing.assert_close([*flash.attend_backward(grad, q, k, v, *expected[:2])], expected[2:])
+    finally:
+        for switch in switches:
+            switch(True)
+
+
 @pytest.mark.parametrize('version, kernel', [('2.1.2', 'efficient'), ('2.2.0', 'flash'), ('2.13.0', 'flash')])
 def test_flash_is_left_out_where_its_backward_pass_has_another_contract(version, kernel, monkeypatch):
     fake = pytest.importorskip('torch._subclasses.fake_tensor')

@@ -5,7 +5,8 @@ rows and keys are present. So the backward pass may be given *some* queries and 
 log-sum-exp of the whole forward pass, each entry of dM = S * (dO V^T - rowsum(dO * O)) that it computes is exact. That
 is what drops entries of the attention map in Stochastic Backpropagation (appendix).
 
-The kernels are torch's own: one for CPUs, two for CUDA. Where none supports the input, heads are computed in chunks.
+The kernels are torch's own: one for CPUs, two for CUDA. Where none supports the input, or the user has switched it off
+(``torch.backends.cuda.enable_flash_sdp``, ``torch.nn.attention.sdpa_kernel``), heads are computed in chunks.
 """
 
 import functools
@@ -90,18 +91,21 @@ def attend_backward(
 
 
 def _kernel(q):
-    """Return the name of the kernel that supports the input; it is the same one in both passes."""
-    head_dim = q.shape[-1]
+    """Return the name of the kernel that supports the input. Each computes with the statistics of the others."""
+    head_dim, allowed = q.shape[-1], torch.backends.cuda  # whose switches hold for CPUs, too
+    flash = allowed.flash_sdp_enabled()
     if q.device.type == 'cpu':
-        return 'cpu' if hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
+        return 'cpu' if flash and hasattr(torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu') else 'plain'
     if q.device.type != 'cuda' or head_dim % 8 or q.dtype == torch.float64:
         return 'plain'
     ampere, place = _ampere(q.device.index), (q.dtype, q.device)
     # Before torch 2.2 the flash kernel's backward pass expects lengths in int32, and its statistics are padded.
-    if ampere and q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2) and _is_built('flash', *place):
+    fits = q.dtype in _HALF and head_dim <= 128 and torch.__version__ >= (2, 2)
+    if flash and ampere and fits and _is_built('flash', *place):
         return 'flash'
     # bf16 came with Ampere.
-    return 'efficient' if (ampere or q.dtype != torch.bfloat16) and _is_built('efficient', *place) else 'plain'
+    fits = allowed.mem_efficient_sdp_enabled() and (ampere or q.dtype != torch.bfloat16)
+    return 'efficient' if fits and _is_built('efficient', *place) else 'plain'
 
 
 @functools.cache
