@@ -67,6 +67,18 @@ def test_the_command_warns(batch, monkeypatch, capsys):
     assert warning in printed.err and 'it is left out' in printed.err
 
 
+def test_a_variant_above_plain_is_told(monkeypatch, capsys):
+    """Where a batch is so small that gaps between tensors decide, a preset may need more than plain training."""
+    needs = {'none': 20 * GB, 'exact': 21 * GB, 'exact_min': 19 * GB}
+    monkeypatch.setattr(counts, 'list_presets', lambda base: [*needs])
+    count = lambda config, variant, *_: _count_of_variant(needs.get(variant, 18 * GB), GB)  # noqa: E731
+    monkeypatch.setattr(counts, 'count_step', count)
+    with pytest.raises(SystemExit):
+        command.main([*CASE, '--batch', '1'])
+    told = [line for line in capsys.readouterr().out.splitlines() if 'than plain' in line]
+    assert told == ['More than plain training with this batch: exact.']
+
+
 # Words of the command, what is said, and a word that is not true.
 CANNOT = {
     'wrapper': (['mmdet::misc/d2_retinanet_r50-caffe_fpn_ms-90k_coco.py'], 'Wrapper is a wrapper of its', 'tracker'),
