@@ -72,7 +72,7 @@ def project(tmp_path):
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('plan', FRCNN), 'this machine has no GPU; give the memory of yours, for example --budget 8GiB'),
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains on branches of images for a student and a teacher'),
-        (('plan', BYTE_TRACK, '--budget', '8GiB'), 'ByteTrack trains its model.detector together with a teacher'),
+        (('plan', BYTE_TRACK, '--budget', '8GiB'), 'ByteTrack trains its model.detector together with a tracker'),
         (('plan', 'nowhere.py', '--budget', '8GiB'), 'nowhere.py does not exist'),
         (('report', 'nowhere.py'), 'nowhere.py does not exist'),
         (('report', RETINA, '--preset', 'sbp'), "preset='sbp' drops positions, and no module of"),

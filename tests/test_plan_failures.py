@@ -1,4 +1,7 @@
-"""Variants whose step cannot be run, as DDQ's in mixed precision, are told and left out of the plan."""
+"""Variants whose step cannot be run, as DDQ's in mixed precision, are told and left out of the plan.
+
+Of configs that cannot be planned at all, the message says what is true of them.
+"""
 
 import pytest
 from test_plan_command import FRCNN, GB, _count_of_variant
@@ -62,3 +65,35 @@ def test_the_command_warns(batch, monkeypatch, capsys):
     assert ended.value.code == 1 and 'Traceback' not in printed.err and 'exact' in printed.out
     warning = f'sbp-mmdet: warning: {FRCNN}: a training step with none+amp cannot be run: RuntimeError: {HALF} ('
     assert warning in printed.err and 'it is left out' in printed.err
+
+
+def test_a_variant_above_plain_is_told(monkeypatch, capsys):
+    """Where a batch is so small that gaps between tensors decide, a preset may need more than plain training."""
+    needs = {'none': 20 * GB, 'exact': 21 * GB, 'exact_min': 19 * GB}
+    monkeypatch.setattr(counts, 'list_presets', lambda base: [*needs])
+    count = lambda config, variant, *_: _count_of_variant(needs.get(variant, 18 * GB), GB)  # noqa: E731
+    monkeypatch.setattr(counts, 'count_step', count)
+    with pytest.raises(SystemExit):
+        command.main([*CASE, '--batch', '1'])
+    told = [line for line in capsys.readouterr().out.splitlines() if 'than plain' in line]
+    assert told == ['More than plain training with this batch: exact.']
+
+
+# Words of the command, what is said, and a word that is not true.
+CANNOT = {
+    'wrapper': (['mmdet::misc/d2_retinanet_r50-caffe_fpn_ms-90k_coco.py'], 'Wrapper is a wrapper of its', 'tracker'),
+    'teacher': (['mmdet::ld/ld_r18-gflv1-r101_fpn_1x_coco.py'], "teacher_config='configs/gfl/gfl_r101", 'data_root'),
+    'package': ([FRCNN, '--cfg-options', 'model.backbone.type=absent.Net'], 'absent, which is not', 'custom_imports'),
+}
+
+
+@pytest.mark.parametrize('case', CANNOT)
+def test_what_is_said_is_true(case, capsys, recwarn):
+    """A wrapper of another library has no tracker, the config of a teacher no ``data_root``, and no import helps where
+    a package is missing, as in mmdet's configs with backbones of mmpretrain."""
+    words, said, untrue = CANNOT[case]
+    with pytest.raises(SystemExit) as ended:
+        command.main(['plan', *words, *CASE[2:], '--batch', '1'])
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith('sbp-mmdet: error: ')]
+    assert ended.value.code == 2 and len(error) == 1 and said in error[0] and untrue not in error[0]
+    assert not [str(warning.message) for warning in recwarn if 'deprecated' in str(warning.message)]  # by mmdet's code

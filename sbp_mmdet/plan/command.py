@@ -31,6 +31,7 @@ from .config_checks import (
     find_missing_import,
     refuse_strategies,
     refuse_uncounted_models,
+    refuse_wrapped_detectors,
 )
 from .counts import count_step, count_variants, end_progress, list_presets
 from .errors import bad_input
@@ -42,7 +43,6 @@ from .rehearse_command import add_rehearse
 from .report import add_report
 from .snippet import snippet
 from .tables import format_gib
-from .transforms import name_of
 from .variants import is_plain, load_config, needs_mmpretrain, plain
 from .verify import add_verify
 
@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     args.answer = ''
     for message in ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False'):
         warnings.filterwarnings('ignore', message)  # of mmdet's code, which the user cannot act upon
+    # Classes of mmdet read attributes of their own that others of its classes call deprecated.
+    warnings.filterwarnings('ignore', 'DeprecationWarning: ', module=r'mmdet\.')
     try:
         with _stdout_for_the_answer(args, whole) if getattr(args, 'json', False) else contextlib.nullcontext():
             if hasattr(args, 'check'):
@@ -170,11 +172,7 @@ def _plan(args, config):
             "optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)). Trainings with several optimizers are not "
             'counted; sbp-mmdet rehearse runs a step of theirs'
         )
-    if 'detector' in config.model:
-        raise ValueError(
-            f'{args.config}: {name_of(config.model)} trains its model.detector together with a teacher or a tracker. '
-            'Such steps are not counted; plan for the config of the detector alone'
-        )
+    refuse_wrapped_detectors(args.config, config)
     if args.batch == 'max':
         return _plan_batches(args, config, budget, size)
     inputs = _find_inputs(args, config, args.batch, size)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from mmdet.models.detectors import SemiBaseDetector
+from mmdet.models.mot import BaseMOTModel
 from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
@@ -31,6 +33,7 @@ __all__ = [
     'refuse_strategies',
     'refuse_two_changes',
     'refuse_uncounted_models',
+    'refuse_wrapped_detectors',
 ]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
@@ -42,6 +45,8 @@ _UNCOUNTED = {
     'ReIDDataPreprocessor': 'crops of persons for re-identification',
     'MultiBranchDataPreprocessor': 'branches of images for a student and a teacher',
 }
+# Models that hold a detector, and what it is trained with.
+_TRAINED_WITH = {SemiBaseDetector: 'a teacher', BaseMOTModel: 'a tracker'}
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
 
 
@@ -307,6 +312,27 @@ def refuse_uncounted_models(path: str, config: Config) -> None:
             f'{path}: {name_of(config.model)} trains on {what}. Such steps are not counted, and --size does not help; '
             'give the config of a detector that trains on single images'
         )
+
+
+def refuse_wrapped_detectors(path: str, config: Config) -> None:
+    """Refuse a model that holds the detector as a part of itself, ``model.detector``.
+
+    Args:
+        path (str): The config as the user named it.
+        config (Config): The config.
+
+    Raises:
+        ValueError: If the model has a key ``detector``. The message says what the detector is trained with, if that is
+            known of the model's class.
+    """
+    if 'detector' not in config.model:
+        return
+    kind = config.model.get('type')
+    kind = MODELS.get(kind) if isinstance(kind, str) else kind
+    others = [what for known, what in _TRAINED_WITH.items() if isinstance(kind, type) and issubclass(kind, known)]
+    what = f'trains its model.detector together with {others[0]}' if others else 'is a wrapper of its model.detector'
+    remedy = 'plan for the config of the detector alone' if others else 'give the config of a detector of mmdet'
+    raise ValueError(f'{path}: {name_of(config.model)} {what}. Such steps are not counted; {remedy}')
 
 
 def refuse_two_changes(config: Config, hooks: Sequence[LeanHook]) -> None:

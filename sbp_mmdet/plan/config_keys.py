@@ -93,7 +93,10 @@ def shorten_names(names: Sequence[str]) -> str:
 
 
 def _describe_missing_file(config, error):
-    """Return the key whose value is the end of the missing path; data sets join it to their ``data_root``."""
+    """Return the key whose value is the end of the missing path; data sets join it to their ``data_root``.
+
+    Other classes join it to a folder of their own, as distillation does with the config of its teacher.
+    """
     missing = str(error.filename or error).removesuffix(' can not be found.')  # mmengine's, of weights
     words = [] if error.filename else re.split(r'[\s\'"]+', missing)
     paths = [missing, *(word.rstrip('.,:;') for word in words)]  # a path may have blanks
@@ -108,8 +111,17 @@ def _describe_missing_file(config, error):
     key, value = max(named, key=lambda one: ('dataset' in one[0].split('.'), len(one[1])))
     path = next(path for path in paths if _ends_with(path, value))
     joined = '' if path == value else f' ({path})'
-    root = ' or its data_root' if joined else ''
+    root = ' or its data_root' if joined and _has_data_root(config, key) else ''
     return f'{key}={value!r}{joined} does not exist; correct it{root}'
+
+
+def _has_data_root(config, key):
+    """Return whether a dict of the config that a key leads through has a ``data_root``."""
+    return any(
+        isinstance(node, dict) and 'data_root' in node
+        for name, node in _values(config)
+        if f'{key}.'.startswith(f'{name}.')
+    )
 
 
 def _ends_with(path, value):
@@ -120,6 +132,9 @@ def _describe_unknown_class(config, name, registry):
     key = next((key for key, value in _values(config) if key.endswith('.type') and value == name), None)
     if key is None:
         return None
+    package = name.partition('.')[0] if '.' in name else ''
+    if package and importlib.util.find_spec(package) is None:  # a config may import it if it is there
+        return f'{key}={name!r} is a class of {package}, which is not installed; install it'
     scope = scope_of(config)
     if importlib.util.find_spec(scope.partition('.')[0]) is None:
         return (

@@ -79,6 +79,10 @@ def format_plan(
         note += (
             '\nOf each preset, the table has the first variant that fits, or else the smallest; the rest is left out.'
         )
+    plain = next((row.need for row in rows if row.variant == 'none'), 0)
+    above = [row for row in rows if row.need > plain and format_gib(row.need) != format_gib(plain)]
+    if more := [row.variant for row in above]:
+        note += f'\nMore than plain training with this batch: {", ".join(more)}.'
     if best is not None and best.variant != 'with_cp' and any(row.fits and row.variant == 'with_cp' for row in rows):
         note += '\nwith_cp is there to compare with; it is chosen only where nothing else with exact gradients fits.'
     if best is None:
