@@ -295,9 +295,13 @@ class SelfAttentionBinding(Binding):
         heads: Tensor | None = None,
     ):
         """Run the operation on tokens (N, L, C)."""
-        layers = (m for module in (self.norm, self.qkv, self.proj) for m in (module.weight, module.bias))
-        settings = AttentionSettings(form, self.num_heads, mode, self.norm.eps)
+        layers = affine_of_all((self.norm, self.qkv, self.proj))
+        settings = self._settings(form, self.num_heads, mode, self.norm.eps, autocast_dtype(x) or x.dtype)
         return attention(settings, AttentionTensors(x, *layers, self.scale, factor, positions, heads))
+
+    @functools.cached_property
+    def _settings(self):
+        return Remembered(AttentionSettings)
 
     def reads(self, form: Form):
         """See :meth:`Binding.reads`."""
@@ -322,9 +326,12 @@ class NormLinearBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None):
         """Run the operation on tokens (N, L, C) or on a map (N, C, H, W)."""
-        layers = (self.norm.weight, self.norm.bias, self.linear.weight, self.linear.bias)
-        settings = NormLinearSettings(form, self.norm.eps)
-        return norm_linear(settings, NormLinearTensors(x, *layers, positions))
+        settings = self._settings(form, self.norm.eps, autocast_dtype(x) or x.dtype)
+        return norm_linear(settings, NormLinearTensors(x, *affine_of_all((self.norm, self.linear)), positions))
+
+    @functools.cached_property
+    def _settings(self):
+        return Remembered(NormLinearSettings)
 
     def length(self, x: Tensor) -> int:
         """See :meth:`Binding.length`."""

@@ -1,17 +1,20 @@
 """Swin Transformer of mmdet and of mmpretrain, whose submodules have the same names."""
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
+from ..ops.common.precision import autocast_dtype
 from ..ops.common.stochastic_depth import factor_for
 from ..ops.window_attention import WindowSettings, WindowTensors, window_attention
 from ..presets import Settings
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, NormLinearBinding, PatchNormBinding, mlp_of_ffn
 from .convnext import LeanLayerNorm
+from .parameters import Remembered, affine_of_all
 
 __all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
 
@@ -37,14 +40,21 @@ class WindowAttentionBinding(Binding):
         """Run the operation on tokens (N, H * W, C) of a map of ``size`` (H, W)."""
         if form.implementation == 'reference':
             return self._reference(x, size, factor)
-        attn, msa = self.attn, self.attn.w_msa
-        shift = attn.shift_size
-        if min(size) == attn.window_size and not getattr(attn, 'pad_small_map', True):
+        layers, msa, shift, settings = self._structure
+        if min(size) == self.attn.window_size and not getattr(self.attn, 'pad_small_map', True):
             shift = 0  # mmpretrain does not shift a map of one window
-        settings = WindowSettings(form, msa.num_heads, attn.window_size, shift, tuple(size), msa.scale, self.norm.eps)
-        layers = (self.norm.weight, self.norm.bias, msa.qkv.weight, msa.qkv.bias, msa.relative_position_bias_table)
-        tensors = WindowTensors(x, *layers, msa.proj.weight, msa.proj.bias, msa.relative_position_index, factor)
-        return window_attention(settings, tensors)
+        settings = settings(form, shift, tuple(size), autocast_dtype(x) or x.dtype)
+        *layers, proj_weight, proj_bias = affine_of_all(layers)
+        table, index = msa.relative_position_bias_table, msa.relative_position_index
+        return window_attention(settings, WindowTensors(x, *layers, table, proj_weight, proj_bias, index, factor))
+
+    @functools.cached_property
+    def _structure(self):
+        """Layers in the order of :class:`.WindowTensors`, the attention in a window, the shift, and cached settings."""
+        attn, msa = self.attn, self.attn.w_msa
+        fixed = msa.num_heads, attn.window_size, msa.scale, self.norm.eps
+        settings = Remembered(functools.partial(_settings_of_attention, *fixed))
+        return (self.norm, msa.qkv, msa.proj), msa, attn.shift_size, settings
 
     def _reference(self, x, size, factor):
         attn, drop = self.attn, self.drop
@@ -68,6 +78,11 @@ class WindowAttentionBinding(Binding):
             names = dict(qkv='linear', proj='linear with bias', softmax='softmax')
             names |= dict.fromkeys(('attn_drop', 'proj_drop'), 'dropout of rate 0')
             yield from ((getattr(msa, name), role) for name, role in names.items() if hasattr(msa, name))
+
+
+def _settings_of_attention(heads, window, scale, eps, form, shift, size, dtype):
+    """Return the settings of window attention; those behind ``eps`` are found in each step."""
+    return WindowSettings(form, heads, window, shift, size, scale, eps, dtype=dtype)
 
 
 @adapter('mmdet.models.backbones.swin.SwinBlock', 'mmpretrain.models.backbones.swin_transformer.SwinBlock')
