@@ -1,5 +1,7 @@
 """Mask heads with ``exact`` store no map behind the upsampling, and have the gradients of their own code in fp64."""
 
+import copy
+
 import pytest
 import torch
 from cases import make_lean_copy
@@ -50,14 +52,17 @@ def test_stored_bytes():
 
 
 def test_autocast():
+    """Errors are no larger than those of the head's own code, whose sums in bfloat16 depend on the CPU."""
     plain, x = build_head('mask').float(), random_maps('mask').float()
     lean = make_lean_copy(plain)
+    exact = run_step(copy.deepcopy(plain).double(), x.double())[1]
     with torch.autocast('cpu', torch.bfloat16):
         (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
     assert torch.equal(actual[0], expected[0])
     for name, grad in own.items():
         assert ours[name].dtype == grad.dtype == torch.float32
-        assert (ours[name] - grad).norm() <= 0.02 * grad.norm(), name
+        error, usual = ((g - exact[name]).norm() for g in (ours[name], grad))
+        assert error < 1.5 * usual + 0.001 * exact[name].norm(), name
 
 
 @pytest.mark.parametrize('late', [False, True])

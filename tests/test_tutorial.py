@@ -31,5 +31,6 @@ def test_tutorial(monkeypatch, capsys):
     for name in ('with_cp', 'exact_min'):
         assert runs[name].losses == pytest.approx(runs['none'].losses, rel=1e-3)
     plain, thinned = paper.values()
-    assert thinned.losses[0] == pytest.approx(plain.losses[0], rel=1e-5)  # the forward pass is complete
+    # The forward pass is complete. Its rounding may move a proposal across a threshold.
+    assert thinned.losses[0] == pytest.approx(plain.losses[0], rel=1e-3)
     assert max(thinned.curve.points) < 0.6 * max(plain.curve.points)
