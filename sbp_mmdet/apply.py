@@ -133,16 +133,10 @@ def _changed_around(model, chosen, plan):
 
     They would go on with the settings of the earlier call. With their own code, they call what is inside of them.
     """
-    own = {key for key, module in chosen.items() if isinstance(module, LeanModule)} | (
-        plan.bounds.keys() if plan else set()
-    )
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, LeanModule)
-        and id(module) not in chosen
-        and not own.isdisjoint(map(id, bypassed_by(module)))
-    ]
+    inside = {*plan.bounds} if plan else set()
+    inside |= {key for key, module in chosen.items() if isinstance(module, LeanModule)}
+    others = (m for m in model.modules() if isinstance(m, LeanModule) and id(m) not in chosen)
+    return [other for other in others if not inside.isdisjoint(map(id, bypassed_by(other)))]
 
 
 def keep_ratios(model: nn.Module) -> dict[tuple, float]:

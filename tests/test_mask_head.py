@@ -1,11 +1,9 @@
 """Mask heads with ``exact`` store no map behind the upsampling, and have the gradients of their own code in fp64."""
 
-import copy
-
 import pytest
 import torch
 from cases import make_lean_copy
-from test_chunked_heads import NUMBER, assert_same, build_head, random_maps, run_step
+from test_chunked_heads import NUMBER, assert_same, build_head, random_maps, run_step, sum_over_chunks
 from torch import nn
 
 from sbp_mmdet.adapters.mask_head import LeanMaskHead
@@ -52,17 +50,17 @@ def test_stored_bytes():
 
 
 def test_autocast():
-    """Errors are no larger than those of the head's own code, whose sums in bfloat16 depend on the CPU."""
+    """Two weights get gradients in chunks of RoIs, the others of all. In bfloat16, CPUs sum these differently."""
     plain, x = build_head('mask').float(), random_maps('mask').float()
     lean = make_lean_copy(plain)
-    exact = run_step(copy.deepcopy(plain).double(), x.double())[1]
     with torch.autocast('cpu', torch.bfloat16):
         (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
+        in_chunks = sum_over_chunks(plain, x)[1]
     assert torch.equal(actual[0], expected[0])
     for name, grad in own.items():
         assert ours[name].dtype == grad.dtype == torch.float32
-        error, usual = ((g - exact[name]).norm() for g in (ours[name], grad))
-        assert error < 1.5 * usual + 0.001 * exact[name].norm(), name
+        reference = in_chunks[name] if name in ('upsample.weight', 'conv_logits.weight') else grad
+        assert (ours[name] - reference).norm() <= 0.01 * reference.norm(), name
 
 
 @pytest.mark.parametrize('late', [False, True])

@@ -176,19 +176,17 @@ class ChannelMLPBinding(Binding):
             x, conv = convolve(self.conv, affine(self.conv), cast(x, dtype), form.storage)
             # If positions are dropped, saving x-hat of the kept ones is cheaper than recomputing the convolution.
             conv = conv if positions is None else None
-        norm_weight, norm_bias, weight1, bias1, weight2, bias2 = affine_of_all((self.norm, self.up, self.down))
-        if weight1.dim() == 4:  # 1x1 convolutions
+        *norm, weight1, bias1, weight2, bias2 = affine_of_all((self.norm, self.up, self.down))
+        if weight1.dim() == 4:  # of a 1x1 convolution
             weight1, weight2 = weight1.flatten(1), weight2.flatten(1)
         eps, approximate = self.norm.eps, vars(self.act).get('approximate', 'none')
         if self.grn is not None:
             grn = (self.grn.gamma, self.grn.beta)
-            first, second = (norm_weight, norm_bias, weight1, bias1), (weight2, bias2)
-            tensors = GRNTensors(x, shortcut, *first, *grn, *second, self.scale, factor, conv)
+            tensors = GRNTensors(x, shortcut, *norm, weight1, bias1, *grn, weight2, bias2, self.scale, factor, conv)
             return grn_mlp(GRNSettings(form, eps, self.grn.eps, approximate), tensors)
         activation = self.act if form.implementation == 'reference' else None
         settings = self._settings(form, eps, approximate, activation, None, dtype)
-        parameters = norm_weight, norm_bias, weight1, bias1, weight2, bias2
-        tensors = MLPTensors(x, shortcut, *parameters, self.scale, factor, positions, conv)
+        tensors = MLPTensors(x, shortcut, *norm, weight1, bias1, weight2, bias2, self.scale, factor, positions, conv)
         return channel_mlp(settings, tensors)
 
     @functools.cached_property

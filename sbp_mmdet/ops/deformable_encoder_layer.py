@@ -105,12 +105,12 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
     return _encoder_layer(settings, tensors)
 
 
+_get_places_and_linears = operator.attrgetter(*DeformableTensors._fields[3:])
+
+
 def _attention_tensors(t, x):
     """Return the inputs of the attention among those of the layer."""
     return DeformableTensors(x, t.query_pos, x, *_get_places_and_linears(t))
-
-
-_get_places_and_linears = operator.attrgetter(*DeformableTensors._fields[3:])
 
 
 _OF_FFN = 'weight1', 'bias1', 'weight2', 'bias2'
@@ -233,8 +233,7 @@ def _layer_backward(settings, saved, grad, needs):
     attention, attended = _attention_tensors(t, x), saved.attended
     if attended is None:
         attended = run_kernel(s, attention, *kernel_inputs(s, attention))
-    given = saved.given
-    sums = Sums({name: getattr(given, name) for name in _SUMMED if name not in _OF_FFN or getattr(needs, name)})
+    sums = Sums({name: getattr(saved.given, name) for name in _SUMMED if name not in _OF_FFN or getattr(needs, name)})
     run, keep = _Rows(settings, t, sums), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)
     dx, dattended = torch.empty_like(grad), attended
