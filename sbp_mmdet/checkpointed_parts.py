@@ -22,7 +22,7 @@ from .adapters.resnet_chain import may_chain
 from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form
-from .ops.common.modes import runs_within_others
+from .ops.common.modes import evaluates_lean, runs_within_others
 from .ops.common.operation_sequence import run_sequence
 from .ops.common.uncompiled import uncompiled
 from .ops.roi_chunks import run_in_chunks
@@ -83,6 +83,8 @@ class CheckpointedLayer(CheckpointedPart):
         """Run the layer."""
         if self.training:
             refuse_tracing(self, args)
+        elif not evaluates_lean():
+            return super().forward(*args, **kwargs)
         output = self._run_operations(args, kwargs)
         return super().forward(*args, **kwargs) if output is None else output
 

@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from .library_code import Functions, library_code, replaced_code
 from .ops.common.handed_maps import Scope, open_scope
+from .ops.common.modes import evaluates_lean
 from .ops.common.uncompiled import uncompiled
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
@@ -54,12 +55,12 @@ class DrawsInPasses(Mixin):
 
     def forward(self, *args, **kwargs):
         refuse_tracing(self, args)
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
         return self._draw_in_pass(super().forward, args, kwargs)
 
     @functools.partial(uncompiled, recursive=False)
     def _draw_in_pass(self, forward, args, kwargs):
-        if not (self.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
         with contextlib.ExitStack() as passes:
             for draws in self.step_draws:
                 passes.enter_context(draws.forward_pass(args, kwargs))
@@ -103,6 +104,8 @@ class HandingOn(Mixin):
 
     def forward(self, *args, **kwargs):
         refuse_tracing(self, args)
+        if not (self.training or evaluates_lean()):
+            return super().forward(*args, **kwargs)
         return self._hand_on_maps(super().forward, args, kwargs)
 
     @functools.partial(uncompiled, recursive=False)

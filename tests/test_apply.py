@@ -318,6 +318,24 @@ def test_export_and_tracing_run_the_plain_code(family):
     torch.testing.assert_close(list(actual), list(expected))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.compiler, 'is_compiling'), reason='a compiler of before torch 2.3')
+@pytest.mark.parametrize(('preset', 'gradients'), [('exact_min', True), ('sbp', True), ('sbp', False)])
+def test_compilers_find_the_plain_code_in_evaluation(preset, gradients):
+    """An evaluated model is one graph without breaks, as the stock model is."""
+    if preset == 'sbp':
+        model = build('SBPConvNeXt', dict(preset='sbp')).float()
+    else:
+        model = ResNet(18, base_channels=4)
+        apply_lean(model, preset)
+    model.eval()
+    x = torch.randn(1, 3, 64, 64)
+    torch.compiler.reset()
+    with torch.set_grad_enabled(gradients):
+        compiled, expected = torch.compile(model, backend='eager', fullgraph=True)(x), model(x)
+    torch.testing.assert_close([*compiled], [*expected])
+
+
 def test_a_backbone_that_takes_sbp_cfg_can_be_changed_from_outside():
     assert 'backbone.stages.0.0' in apply_lean(Detector(SBPConvNeXt('atto')), 'int8').changed
 

@@ -57,10 +57,14 @@ def small(name):
     if name == 'rtmdet':
         config.model.backbone.deepen_factor = 0.167
     if name == 'convnext':
-        config.model.roi_head.bbox_head.fc_out_channels = 64
         config.model.backbone.arch = dict(depths=[1, 1, 1, 1], channels=[16, 32, 64, 128])
-        config.model.neck.in_channels = [16, 32, 64, 128]
-        config.model.roi_head.mask_head.update(num_convs=1, conv_out_channels=16)  # bf16 is slow on many CPUs
+        # bf16 is slow on many CPUs, so all convolutions are narrow
+        heads = config.model.roi_head
+        config.model.neck.update(in_channels=[16, 32, 64, 128], out_channels=32)
+        config.model.rpn_head.update(in_channels=32, feat_channels=32)
+        heads.bbox_roi_extractor.out_channels = heads.mask_roi_extractor.out_channels = 32
+        heads.bbox_head.update(in_channels=32, fc_out_channels=64)
+        heads.mask_head.update(in_channels=32, num_convs=1, conv_out_channels=16)
         config.model.train_cfg.rcnn.sampler.num = 32
     return config
 

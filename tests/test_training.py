@@ -372,7 +372,7 @@ def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
-@pytest.mark.parametrize(('family', 'preset'), zip(OWN, ['exact', 'sbp', 'sbp'], strict=True))
+@pytest.mark.parametrize(('family', 'preset'), [*zip(OWN, ['exact', 'sbp', 'sbp'], strict=True)])
 def test_compiled(family, preset, iteration):
     iteration(5)
     lean, x = build(family, dict(preset=preset)), random_images(1, 64, 64)

@@ -22,7 +22,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
-from ..ops.common.modes import runs_within_others
+from ..ops.common.modes import evaluates_lean, runs_within_others
 from ..ops.common.stochastic_depth import drawn_factor, on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
@@ -146,6 +146,8 @@ class LeanModule(Mixin):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if self.training:
             refuse_tracing(self, args)
+        elif not evaluates_lean():
+            return super().forward(*args, **kwargs)
         output = self._forward_if_lean(args, kwargs)
         return super().forward(*args, **kwargs) if output is None else output[0]
 

@@ -5,10 +5,24 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = ['runs_within_others']
+try:
+    from torch.compiler import is_compiling
+except ImportError:  # torch 2.2 and older
+    from torch._dynamo.external_utils import is_compiling
+
+__all__ = ['evaluates_lean', 'runs_within_others']
 
 _KNOWN = (DeviceContext,)  # of torch.set_default_device and `with torch.device(...)`
 _OWN = 'sbp_mmdet.'  # the planner's
+
+
+def evaluates_lean() -> bool:
+    """Return whether a module in evaluation mode may run anything but its own code.
+
+    It may with gradients, for the sake of frozen modules, unless a compiler or an exporter traces it: what those see of
+    an evaluated model is the model's own code, without a break in the graph.
+    """
+    return torch.is_grad_enabled() and not is_compiling()
 
 
 def runs_within_others() -> bool:
