@@ -1,5 +1,6 @@
 """What is wrong with a config or its data ends in one line that names the key, the value and the remedy."""
 
+import importlib
 import re
 
 import pytest
@@ -365,6 +366,19 @@ def test_a_value_error_of_the_models_own_keeps_its_place():
         r'a.py: it fails: ValueError: no (.*line \d+\))',
         str(bad_input('a.py', 'it fails', raised(_raise, ValueError('no')), EMPTY)),
     )
+
+
+@pytest.mark.parametrize(
+    ('act', 'remedy'),
+    [
+        (lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)), '; a norm behind a pooling needs 2 images or more: set '),
+        (lambda: importlib.import_module('no_such_package.part'), '; install no_such_package'),
+        (lambda: nn.BatchNorm2d(3)(torch.ones(1, 2, 1, 1)), ')'),
+    ],
+)
+def test_errors_of_torch_that_have_a_remedy(act, remedy):
+    said = str(bad_input('a.py', 'it fails', raised(act), EMPTY))
+    assert said.startswith('a.py: it fails: ') and remedy in said[said.rindex(', line ') :]
 
 
 # --- channels ------------------------------------------------------------------------------------------------------
