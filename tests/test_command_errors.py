@@ -1,5 +1,6 @@
 """What is wrong with a config or its data ends in one line that names the key, the value and the remedy."""
 
+import importlib
 import re
 
 import pytest
@@ -90,6 +91,16 @@ def test_bad_input(words, message, capsys, monkeypatch):
     ('words', 'said'),
     [
         (['plan', FRCNN, '--budget', '-4GiB'], '-4GiB'),
+        (['plan', FRCNN, '--size', '-320x320', *PLAN], "size '-320x320' cannot be read; give height and width"),
+        (['plan', FRCNN, *PLAN, '--boxes', '-5'], '--boxes -5 must be 1 or more'),
+        (['plan', FRCNN, *PLAN, '--boxes', '2.5'], "--boxes: '2.5' is no whole number; see sbp-mmdet plan --help"),
+        (['plan', FRCNN, *PLAN, '--gpus', 'two'], "--gpus: 'two' is no whole number"),
+        (['plan', FRCNN, *PLAN, '--batch', 'maxx'], "'maxx' is no number of images; give one, or 'max'"),
+        (['verify', FRCNN, '--batch', 'max'], "--batch: 'max' is no whole number; see sbp-mmdet verify --help"),
+        (['plan', FRCNN, '--budgt', '8GiB'], 'unrecognized arguments: --budgt 8GiB; did you mean --budget?'),
+        (['plan'], 'the following arguments are required: config; see sbp-mmdet plan --help'),
+        (['plann', FRCNN], "invalid choice: 'plann'"),
+        (['plan', FRCNN, *PLAN, '--cfg-options', 'model'], "'model' must be KEY=VALUE"),
         (['report', FRCNN, '--preset', 'papers'], "preset='papers' is unknown; did you mean 'sbp'?"),
         (['verify', FRCNN, '--preset', 'exakt'], "preset='exakt' is unknown; did you mean 'exact'?"),
         (['verify', FRCNN, '--preset', 'with_cp'], 'there is nothing to verify'),
@@ -111,6 +122,46 @@ def test_an_assertion_without_a_message_is_named_by_its_code(capsys):
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
+
+MASK_RCNN = 'mask-rcnn_r50_fpn_1x_coco.py'
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+        (f'mmdet::mask_rcn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        ('mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coc.py', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        ('mmdet::mask_rcn/mask-rcnn_r50_fpn_1x_coc.py', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'mmdet::faster_rcnn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'mmdet::{MASK_RCNN.removesuffix(".py")}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'configs/mask_rcnn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'mmdet:mask_rcnn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        ('confg/my_modle.py', 'configs/my_model.py'),
+        ('configs/my_model', 'configs/my_model.py'),
+        (f'confg/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+    ],
+)
+def test_a_misspelt_path_of_a_config(name, said, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'configs').mkdir()
+    (tmp_path / 'configs/my_model.py').write_text('')
+    monkeypatch.chdir(tmp_path)
+    line = line_of(capsys, 'report', name)
+    where = '' if '::' in name else f' (working folder: {tmp_path})'
+    assert line == f'sbp-mmdet: error: config file {name} does not exist{where}; did you mean {said}?'
+    (tmp_path / 'child.py').write_text(f'_base_ = {name!r}')
+    if name.startswith('mmdet::') and name.endswith('.py'):
+        assert line_of(capsys, 'report', 'child.py').endswith(f' does not exist; did you mean {said}?')
+
+
+def test_a_path_that_resembles_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('mmdet::xyz/123.py', 'xyz/123.py', f'{tmp_path}/123.py', '::', 'child.py/mmm'):
+        (tmp_path / 'child.py').write_text('')
+        assert line_of(capsys, 'report', name).endswith('; check the path'), name
+    assert line_of(capsys, 'report', 'mmdet::mask_rcnn').endswith(
+        'error: mmdet::mask_rcnn is a folder; give the path of a config file in it'
+    )
+
 
 FILES = dict(
     model=dict(backbone=dict(init_cfg=dict(checkpoint='weights.pth'))),
@@ -315,6 +366,19 @@ def test_a_value_error_of_the_models_own_keeps_its_place():
         r'a.py: it fails: ValueError: no (.*line \d+\))',
         str(bad_input('a.py', 'it fails', raised(_raise, ValueError('no')), EMPTY)),
     )
+
+
+@pytest.mark.parametrize(
+    ('act', 'remedy'),
+    [
+        (lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)), '; a norm behind a pooling needs 2 images or more: set '),
+        (lambda: importlib.import_module('no_such_package.part'), '; install no_such_package'),
+        (lambda: nn.BatchNorm2d(3)(torch.ones(1, 2, 1, 1)), ')'),
+    ],
+)
+def test_errors_of_torch_that_have_a_remedy(act, remedy):
+    said = str(bad_input('a.py', 'it fails', raised(act), EMPTY))
+    assert said.startswith('a.py: it fails: ') and remedy in said[said.rindex(', line ') :]
 
 
 # --- channels ------------------------------------------------------------------------------------------------------

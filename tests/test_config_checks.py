@@ -129,12 +129,16 @@ def test_hooks_of_the_parent_that_are_dropped(hooks, tmp_path, capsys):
         assert ("parent's EMAHook, PipelineSwitchHook; " in said) == ('_base_' not in hooks), said
 
 
-def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
-    for word in (['--bach', '2'], ['--bach=2']):
+def test_a_misspelt_option_is_named_with_a_remedy(capsys):
+    for word, remedy in (
+        (['--bach', '2'], '; did you mean --batch?'),
+        (['--bach=2'], '; did you mean --batch?'),
+        (['--xyz'], '; see sbp-mmdet plan --help'),
+    ):
         with pytest.raises(SystemExit):
             command.main(['plan', 'config.py', *word])
-        said = capsys.readouterr().err
-        assert 'usage: sbp-mmdet plan' in said and '--bach' in said and 'did you mean --batch?' in said
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said == f'sbp-mmdet: error: unrecognized arguments: {" ".join(word)}{remedy}'
 
 
 @pytest.mark.parametrize(

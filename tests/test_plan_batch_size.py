@@ -101,7 +101,7 @@ def test_rows_and_lines():
 
     def measure(variant, number):
         peak = int(number * images[variant] * GB)
-        return dict(peak=peak, capacity=peak, expandable=peak, gradients=GB)
+        return dict(peak=peak, capacity=peak, expandable=peak, gradients=GB, peaks={})
 
     budget = int(8 * GB * (1 + MARGIN) + WORKSPACES + CONTEXT)
     config = _config(auto_scale_lr=dict(base_batch_size=16))
@@ -141,4 +141,21 @@ def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(command, 'find_largest_batches', lambda *args, **keys: rows[:1])
     with pytest.raises(SystemExit):
         command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
-    assert 'Not even one image fits' in capsys.readouterr().out
+    assert 'Not even one image fits into 8.00 GiB. Try smaller images or a smaller model.' in capsys.readouterr().out
+    rows[0] = rows[0]._replace(update=int(8.6 * GB))
+    with pytest.raises(SystemExit):
+        command.main(['plan', FRCNN, '--budget', '8GiB', '--batch', 'max', '--size', '800x1333'])
+    assert capsys.readouterr().out.endswith(
+        "fits into 8.00 GiB. Weights, gradients and the optimizer's step alone need 8.01 GiB, whatever the batch. Try "
+        '--cfg-options optim_wrapper.optimizer.foreach=False or a smaller model.\n'
+    )
+
+
+def test_the_least_of_any_batch_is_that_of_the_optimizers_step():
+    def measure(variant, number):
+        peaks = {'backward': number * GB, 'optimizer step': 4 * GB}
+        return dict(peak=9 * GB, capacity=9 * GB, expandable=9 * GB, gradients=GB, peaks=peaks)
+
+    for gpus, held in ((1, 4 * GB), (8, 5 * GB)):
+        (row,) = find_largest_batches(_config(), GB, measure, ('none',), gpus=gpus)[:1]
+        assert row.update == pytest.approx(held * (1 + MARGIN) + WORKSPACES + CONTEXT, abs=1)

@@ -25,9 +25,10 @@ ALL = ('exact', 'exact_min', 'int8', 'sampled', 'sbp', 'none', 'with_cp', 'refer
 GB = 10**9
 
 
-def _count_of_variant(peak, gradients, gaps=0):
+def _count_of_variant(peak, gradients, gaps=0, update=0):
     """Return the counts of a variant. With expandable segments there are no gaps."""
-    return dict(peak=peak, gradients=gradients, reserved=2 * peak, capacity=peak + gaps, expandable=peak)
+    held = dict(reserved=2 * peak, capacity=peak + gaps, expandable=peak)
+    return dict(held, peak=peak, gradients=gradients, peaks={'optimizer step': update, 'backward': peak})
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_for_each_preset_the_cheapest_that_fits():
     ]
     assert len(seen) == len(set(seen))
     assert choose_row(rows).variant == 'exact_min'
-    assert rows[3] == Row('exact_min', 'exact', 5 * GB, True, 4 * GB, 8 * GB, 5 * GB)
+    assert rows[3] == Row('exact_min', 'exact', 5 * GB, True, 4 * GB, 8 * GB, 5 * GB, 600_000_000)
 
 
 def test_with_cp_is_the_answer_where_nothing_else_is_exact():
@@ -150,13 +151,13 @@ def test_where_nothing_fits_the_smallest_is_shown(path, eight_bit, last):
 
 @pytest.fixture
 def planning(monkeypatch):
-    """Replace measurements by given peaks, and record the hooks of the measured configs."""
+    """Replace measurements by given peaks, the optimizer's among them, and record the hooks of the configs."""
     peaks, hooks = {}, []
 
     def measure(config, **case):
         hooks.append([dict(hook) for hook in config.custom_hooks])
         name = config.custom_hooks[0]['preset'] if config.custom_hooks else 'none'
-        return _count_of_variant(int(peaks.get(name, 20) * GB), 0)
+        return _count_of_variant(int(peaks.get(name, 20) * GB), 0, update=int(peaks.get('update', 0) * GB))
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     monkeypatch.setattr(counts, 'build_detector', lambda config, device: (None, None))
@@ -287,6 +288,25 @@ def test_what_is_printed(planning, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: properties)
     command.main(['plan', FRCNN, *given])
     assert 'It fits into 80.00 GiB as it is.' in capsys.readouterr().out
+
+
+def test_a_budget_below_the_optimizers_step_is_not_met_by_a_smaller_batch(planning, capsys):
+    """4 GB, a margin of 10 % and 0.6 GB are 5 GB, or 4.66 GiB."""
+    planning.peaks.update(update=4)
+    given = ['--batch', '2', '--size', '800x1333', '--boxes', '60']
+    alone = "Weights, gradients and the optimizer's step alone need 4.66 GiB, whatever the batch. Try "
+    no_foreach = '--cfg-options optim_wrapper.optimizer.foreach=False or '
+
+    def end_of_page(path, budget, *more):
+        with pytest.raises(SystemExit):
+            command.main(['plan', path, *given, '--budget', budget, *more])
+        return capsys.readouterr().out.splitlines()[-1].partition(' takes ')[2].partition('. ')[2]
+
+    assert end_of_page(FRCNN, '4GiB') == f'{alone}{no_foreach}a smaller model.'
+    assert end_of_page(STOCK_T, '4GiB') == f'{alone}--adamw8bit or {no_foreach}a smaller model.'
+    off = ['--cfg-options', 'optim_wrapper.optimizer.foreach=False']
+    assert end_of_page(FRCNN, '4GiB', *off) == f'{alone}a smaller model.'
+    assert end_of_page(FRCNN, '4.9GiB') == 'Try a smaller batch, smaller images, or a smaller model.'
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_bad_input_is_named(atto, tmp_path):
             (tmp_path / 'config.py').write_text(text)
         with pytest.raises(ValueError, match=message):
             load_config(str(tmp_path / 'config.py'))
-    with pytest.raises(ValueError, match=r'did you mean retinanet_r50_fpn_1x_coco\.py\?'):
+    with pytest.raises(ValueError, match=r'did you mean mmdet::retinanet/retinanet_r50_fpn_1x_coco\.py\?'):
         load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coc.py')
     with pytest.raises(ValueError, match='package nowhere is not installed; install it'):
         load_config('nowhere::faster_rcnn/x.py')

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mmengine.config import Config
 
 from ..presets import PRESETS
-from .planner import ORDER, count_needed_bytes
+from .planner import ORDER, count_needed_bytes, count_update_bytes
 from .variants import NotApplicable, find_piece_changes
 
 __all__ = ['LARGEST', 'BatchRow', 'find_largest_batch', 'find_largest_batches', 'learning_rate']
@@ -27,6 +27,7 @@ class BatchRow(NamedTuple):
         need (int): Bytes of GPU memory with this batch, or with one image if none fits.
         learning_rate (float | None): Learning rate that ``--auto-scale-lr`` sets for it. If ``None``, the config does
             not say which batch its learning rate is for.
+        update (int): See :func:`.planner.count_update_bytes`. Default: 0.
     """
 
     variant: str
@@ -34,6 +35,7 @@ class BatchRow(NamedTuple):
     images: int
     need: int
     learning_rate: float | None
+    update: int = 0
 
 
 def find_largest_batch(
@@ -133,9 +135,12 @@ def find_largest_batches(
             if name not in presets or (pieces and PRESETS[name].gradients != 'exact'):
                 continue
             variant = '+'.join((name, *pieces))
+            updates = []
 
-            def count(images, variant=variant):
-                return count_needed_bytes(measure(variant, images), gpus > 1)
+            def count(images, variant=variant, updates=updates):
+                row = measure(variant, images)
+                updates.append(count_update_bytes(row, gpus > 1))
+                return count_needed_bytes(row, gpus > 1)
 
             try:
                 images, need = find_largest_batch(count, budget)
@@ -145,7 +150,8 @@ def find_largest_batches(
                 failed(variant, error)
                 continue
             gradients = ', '.join((PRESETS[name].gradients, *(['fp16'] if pieces else [])))
-            rows.append(BatchRow(variant, gradients, images, need, learning_rate(config, images * gpus)))
+            rate = learning_rate(config, images * gpus)
+            rows.append(BatchRow(variant, gradients, images, need, rate, min(updates)))
             found(rows[-1])
     return rows
 

@@ -10,12 +10,10 @@ sbp-mmdet check                         whether this environment can train: vers
 
 import argparse
 import contextlib
-import difflib
 import functools
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from mmengine.logging import MMLogger
 
+from .arguments import Parser, parse_count, parse_words
 from .batch_size import find_largest_batches
 from .check import check
 from .config_checks import (
@@ -55,9 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments (list[str] | None): Arguments of the command line. If ``None``, those of the process. Default: None.
     """
-    parser = argparse.ArgumentParser(
-        'sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser('sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     metavar = 'plan | rehearse | report | verify | check'
     verbs = parser.add_subparsers(required=True, dest='verb', metavar=metavar)
     _add_plan(verbs)
@@ -66,9 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_verify(verbs)
     verbs.add_parser('check', help='whether this environment can train').set_defaults(run=None)
     whole = arguments is None
-    args, unknown = parser.parse_known_args(_joined(sys.argv[1:] if whole else arguments))
-    if unknown:
-        _refuse_unknown_words(verbs.choices[args.verb], unknown)
+    args = parse_words(parser, verbs, sys.argv[1:] if whole else arguments)
     MMLogger.get_current_instance().setLevel(logging.ERROR)
     if args.run is None:
         raise SystemExit(0 if check() else 1)
@@ -91,24 +86,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(2, f'sbp-mmdet: error: {args.config}: {error}{remedy}\n')
     except ValueError as error:
         parser.exit(2, f'sbp-mmdet: error: {error}\n')  # without the usage, which would hide it
-
-
-def _refuse_unknown_words(verb, unknown):
-    """End with the usage of a subcommand, and the option that the first unknown word resembles."""
-    near = difflib.get_close_matches(unknown[0].partition('=')[0], verb._option_string_actions, n=1)
-    hint = f'; did you mean {near[0]}?' if near else ''
-    verb.error(f'unrecognized arguments: {" ".join(unknown)}{hint}')
-
-
-def _joined(arguments):
-    """Join ``--budget`` with a negative value, which argparse would mistake for an option."""
-    joined = []
-    for word in arguments:
-        if joined[-1:] == ['--budget'] and re.match(r'-[\d.]', word):
-            joined[-1] = f'--budget={word}'
-        else:
-            joined.append(word)
-    return joined
 
 
 @contextlib.contextmanager
@@ -143,11 +120,11 @@ def _add_plan(verbs):
     add_inputs(verb, largest=True)
     verb.add_argument(
         '--boxes',
-        type=int,
+        type=parse_count,
         help='boxes in an image (default: those of the annotations; without them, those of a crowded batch of COCO: 60 '
         'for 2 images, 20 for 32)',
     )
-    verb.add_argument('--gpus', type=int, default=1, help='above 1: with the buckets of distributed training')
+    verb.add_argument('--gpus', type=parse_count, default=1, help='above 1: with the buckets of distributed training')
     verb.add_argument('--adamw8bit', action='store_true', help='consider 8-bit optimizer states as well')
     verb.add_argument('--json', action='store_true', help='print the answer for scripts')
     verb.add_argument('--verbose', action='store_true', help='also what is allocated, and what torch reserves')

@@ -30,7 +30,7 @@ def bad_input(name: str, what: str, error: Exception, config: Config) -> ValueEr
         ValueError: Error whose message is a line.
     """
     text = f'{error}' if _is_ours(error) else describe_mistake(config, error)
-    return ValueError(f'{name}: {text or f"{what}: {describe_error(error)}"}')
+    return ValueError(f'{name}: {text or f"{what}: {describe_error(error)}{_find_remedy(error)}"}')
 
 
 def describe_error(error: Exception) -> str:
@@ -68,6 +68,15 @@ def describe_data_error(what: str, error: Exception, config: Config) -> str:
     text = text if _message_of(error) else f'{text}, {where}'
     transform = _find_transform(error)
     return f'{what} here ({transform and f"{transform}: "}{name}: {text})'
+
+
+def _find_remedy(error):
+    """Return what cures an error that a model's own code raises and that says no remedy, or an empty text."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f'; install {error.name.partition(".")[0]}'
+    if isinstance(error, ValueError) and 'more than 1 value per channel' in str(error):  # torch's, of a batch norm
+        return '; a norm behind a pooling needs 2 images or more: set --batch or train_dataloader.batch_size'
+    return ''
 
 
 def _is_ours(error):

@@ -8,6 +8,7 @@ from mmdet.registry import HOOKS
 from mmengine.config import Config
 
 from ..surgery import hook_arguments, hook_class
+from .arguments import parse_count
 from .channels import find_channel_mismatch, loaded_channels
 from .pipeline import OF_ANNOTATIONS, CannotRun, build_train_dataset, sample_pipeline
 from .transforms import channels_of, innermost_of, name_of, transforms_of
@@ -81,9 +82,8 @@ def add_inputs(parser: argparse.ArgumentParser, largest: bool = False) -> None:
         largest (bool): Whether ``--batch max`` is allowed. Default: False.
     """
     more = "; 'max': the largest that fits" if largest else ''
-    parser.add_argument(
-        '--batch', type=_parse_images if largest else int, help=f"images on the GPU (default: the config's own){more}"
-    )
+    kind = _parse_images if largest else parse_count
+    parser.add_argument('--batch', type=kind, help=f"images on the GPU (default: the config's own){more}")
     parser.add_argument('--size', help="of the images, before padding: 800x1333 (default: the pipeline's largest)")
 
 

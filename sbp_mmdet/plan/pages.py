@@ -1,8 +1,10 @@
 """The pages of ``sbp-mmdet plan`` as text: the table of the variants, what was counted, and the lines to paste."""
 
 import argparse
+import inspect
 from collections.abc import Sequence
 
+import torch
 from mmengine.config import Config
 
 from .config_checks import count_data_classes, find_own_hooks, find_small_heads
@@ -43,7 +45,8 @@ def format_batches(
     )
     note += describe_run(config)
     if best is None:
-        end = f'Not even one image fits into {format_gib(budget)}. Try smaller images or a smaller model.'
+        remedy = _describe_large_update(args, config, budget, rows) or ' Try smaller images or a smaller model.'
+        end = f'Not even one image fits into {format_gib(budget)}.{remedy}'
     else:
         short = f' The config has {inputs.batch} images per GPU' if inputs.batch > best.images else ''
         more = short and f'; set optim_wrapper.accumulative_counts={-(-inputs.batch // best.images)} to keep that.'
@@ -86,18 +89,37 @@ def format_plan(
     if best is not None and best.variant != 'with_cp' and any(row.fits and row.variant == 'with_cp' for row in rows):
         note += '\nwith_cp is there to compare with; it is chosen only where nothing else with exact gradients fits.'
     if best is None:
-        adam = 'Adam' in str(config.optim_wrapper.optimizer.type)
-        more = ' --adamw8bit,' if adam and not args.adamw8bit else ''
-        end = (
-            f'Nothing fits into {format_gib(budget)}, of which CUDA itself takes {cuda}. Try a smaller batch, smaller '
-            f'images,{more} or a smaller model.'
-        )
+        more = ' --adamw8bit,' if _may_store_8_bits(args, config) else ''
+        remedy = f' Try a smaller batch, smaller images,{more} or a smaller model.'
+        remedy = _describe_large_update(args, config, budget, rows) or remedy
+        end = f'Nothing fits into {format_gib(budget)}, of which CUDA itself takes {cuda}.{remedy}'
     elif not lines:
         end = f'It fits into {format_gib(budget)} as it is.'
     else:
         how = '' if best.variant in ('none', OWN) else f' with {best.variant}'
         end = f'It fits into {format_gib(budget)}{how}. {format_heading(config)}\n\n{lines}'
     return f'{table}\n\n{note}\n{end}{_with_expandable_segments(rows, best, budget)}'
+
+
+def _may_store_8_bits(args, config):
+    return 'Adam' in str(config.optim_wrapper.optimizer.type) and not args.adamw8bit
+
+
+def _describe_large_update(args, config, budget, rows):
+    """Return sentences for a budget that the optimizer's step alone exceeds with any batch, or an empty text."""
+    least = min(row.update for row in rows)
+    if least <= budget:
+        return ''
+    optimizer = config.optim_wrapper.optimizer
+    kind = getattr(torch.optim, str(optimizer.type), None)
+    # Without an order of the config's own, torch updates all parameters at once, with temporary tensors of their size.
+    at_once = kind and 'foreach' in inspect.signature(kind).parameters and not {'foreach', 'fused'} & {*optimizer}
+    tries = ['--adamw8bit'] if _may_store_8_bits(args, config) and args.batch != 'max' else []
+    tries += ['--cfg-options optim_wrapper.optimizer.foreach=False'] if at_once else []
+    return (
+        f" Weights, gradients and the optimizer's step alone need {format_gib(least)}, whatever the batch. Try "
+        f'{" or ".join([*tries, "a smaller model"])}.'
+    )
 
 
 def _describe_usual(inputs):

@@ -19,6 +19,7 @@ __all__ = [
     'Row',
     'choose_row',
     'count_needed_bytes',
+    'count_update_bytes',
     'most_counts',
     'parse_bytes',
     'parse_size',
@@ -56,6 +57,7 @@ class Row(NamedTuple):
         reserved (int): Memory that torch reserves if there is enough, as ``nvidia-smi`` shows it without the context.
             Default: 0.
         expandable (int): Needed GPU memory with ``expandable_segments:True``. Default: 0.
+        update (int): See :func:`count_update_bytes`. Default: 0.
     """
 
     variant: str
@@ -65,6 +67,7 @@ class Row(NamedTuple):
     allocated: int = 0
     reserved: int = 0
     expandable: int = 0
+    update: int = 0
 
 
 def parse_bytes(text: str) -> int:
@@ -127,6 +130,21 @@ def count_needed_bytes(row: dict, ddp: bool = False, held_by: str = 'capacity') 
     return int(row[held_by] + buckets + (row['peak'] + buckets) * MARGIN + WORKSPACES + CONTEXT)
 
 
+def count_update_bytes(row: dict, ddp: bool = False) -> int:
+    """Return the least GPU memory that a variant needs with any batch: that of the optimizer's step.
+
+    Args:
+        row (dict): Result of ``measure_detector``.
+        ddp (bool): See :func:`count_needed_bytes`. Default: False.
+
+    Returns:
+        int: Bytes of weights, gradients, states and temporary tensors of the optimizer, the margin, workspaces, and
+        CUDA's context.
+    """
+    held = row['peaks'].get('optimizer step', 0) + (row['gradients'] if ddp else 0)
+    return int(held * (1 + MARGIN) + WORKSPACES + CONTEXT)
+
+
 def plan(
     config: Config,
     budget: int,
@@ -167,7 +185,8 @@ def plan(
         gradients, row = own if variant == OWN else PRESETS[name].gradients, measure(variant)
         need, expandable = (count_needed_bytes(row, ddp, held_by) for held_by in ('capacity', 'expandable'))
         gradients = f'{gradients}, fp16' if 'amp' in pieces else gradients
-        return Row(variant, gradients, need, need <= budget, row['peak'], row['reserved'], expandable)
+        update = count_update_bytes(row, ddp)
+        return Row(variant, gradients, need, need <= budget, row['peak'], row['reserved'], expandable, update)
 
     rows = []
     for variant in ('none',) if own is None else (OWN, 'none'):

@@ -7,6 +7,7 @@ config, a preset is one line: a ``LeanHook``.
 import copy
 import difflib
 import importlib.util
+import re
 from pathlib import Path
 
 from mmengine.config import Config
@@ -18,6 +19,7 @@ from ..presets import PRESETS, Settings, preset_named
 from ..surgery import hook_arguments, hook_class
 from .backbone_checks import STANDS_IN
 from .config_checks import check_config, check_options, list_imports
+from .config_files import find_config_file, find_similar_config
 from .config_keys import describe_bad_override
 from .transforms import name_of
 
@@ -75,17 +77,14 @@ def load_config(path: str, options: dict | None = None) -> Config:
             ``optim_wrapper``, if an import fails, or for a mistake that :func:`.config_checks.check_config` or
             :func:`.config_checks.check_options` finds.
     """
-    file = _of_package(path) if '::' in str(path) else Path(path)
-    if file.is_dir():
-        raise ValueError(f'{file} is a folder; give the path of a config file in it')
-    if not file.is_file():
-        near = difflib.get_close_matches(file.name, [found.name for found in file.parent.glob('*.py')], n=1)
-        hint = f'did you mean {near[0]}?' if near else 'check the path'
-        raise ValueError(f'config file {file} does not exist (working folder: {Path.cwd()}); {hint}')
+    file = find_config_file(str(path))
     try:
         config = Config.fromfile(file, import_custom_modules=False)
     except Exception as error:  # a config is a program and may raise any error
-        raise ValueError(f'config file {path}: {type(error).__name__}: {error}') from error
+        missing = re.search(r'[\'"](.+\.py)[\'"]', f'{error}') if isinstance(error, FileNotFoundError) else None
+        similar = find_similar_config(Path(missing[1])) if missing else None
+        hint = f'; did you mean {similar}?' if similar else ''
+        raise ValueError(f'config file {path}: {type(error).__name__}: {error}{hint}') from error
     check_options(config, options)
     try:
         config.merge_from_dict(options or {})
@@ -119,20 +118,6 @@ def needs_mmpretrain(config: Config) -> bool:
     """Return whether a config's backbone is of mmpretrain, which is not installed; ``STANDS_IN`` names ours."""
     kind = (config.model.get('backbone') or {}).get('type')
     return isinstance(kind, str) and kind in STANDS_IN and importlib.util.find_spec('mmpretrain') is None
-
-
-def _of_package(path):
-    """Return the file of 'mmdet::family/name.py', found as mmengine finds it, without importing the package."""
-    package, name = path.split('::', 1)
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # of a part of a package that is not installed, or of an empty name
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f'{path}: package {package} is not installed; install it, or give the path of a config file')
-    folder = Path(spec.submodule_search_locations[0])
-    installed = folder / '.mim/configs'
-    return (installed if installed.is_dir() else folder.parent / 'configs') / name
 
 
 def plain(config: Config) -> Config:
