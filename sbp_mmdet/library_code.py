@@ -42,7 +42,7 @@ class Functions:
     def __init__(self, places: Iterable[tuple]):
         self._owners, self._names, self._values = [*zip(*places, strict=True)] or ((), (), ())
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Return whether every place still has the function that it had when this object was made."""
         now = map(getattr, self._owners, self._names, itertools.repeat(None))
         return not any(map(operator.is_not, now, self._values))
@@ -96,7 +96,7 @@ def library_code(kind: type, method: str = 'forward') -> LibraryCode:
     if checked is not None and key in checked:
         return _library_code[key]
     found = _library_code.get(key)
-    if found is None or not found.functions.hold():
+    if found is None or not found.functions.are_unchanged():
         found = _library_code[key] = _Search(kind).run(method)
     if checked is not None:
         checked.add(key)

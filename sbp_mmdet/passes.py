@@ -185,7 +185,7 @@ class _Inside(NamedTuple):
         """
         if not self.modules or self.children != root._modules:
             return False
-        if not self.functions.hold():
+        if not self.functions.are_unchanged():
             return False
         owns = [*map(vars, self.modules)]
         if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:

@@ -99,17 +99,17 @@ class BypassedModules:
             return False
         checked = unchanged_code()
         if checked is None:
-            if not self._functions.hold():
+            if not self._functions.are_unchanged():
                 return False
         else:
             for key, code in self._code:
                 if key not in checked:
-                    if not code.functions.hold():
+                    if not code.functions.are_unchanged():
                         return False
                     checked.add(key)
         if [*map(_get_children, self._parents)] != self._children:
             return False
-        return not self.modules or self._state.holds(self.modules)
+        return not self.modules or self._state.matches(self.modules)
 
 
 class _State(NamedTuple):
@@ -145,7 +145,7 @@ class _State(NamedTuple):
         read = _parameters(owns)
         return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], *read, views)
 
-    def holds(self, modules: Sequence[nn.Module]) -> bool:
+    def matches(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether modules still have this state."""
         owns = [*map(vars, modules)]
         if [*map(len, owns)] != self.lengths:

@@ -19,7 +19,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
 from .copies import problem_of_copy
-from .parameters import Remembered, affine
+from .parameters import Remembered, weight_and_bias
 from .predicate import unsupported
 from .roles import ROLES, any_setting
 
@@ -73,7 +73,7 @@ class CSPBinding(Binding):
         counts = not count_batches(norms)
         own, tensors = zip(*[layer.inputs(form, None, dtype, counts=counts) for layer in layers], strict=True)
         fc = self.layer.attention.fc if getattr(self.layer, 'channel_attention', False) else None
-        gate = None if fc is None else affine(fc)
+        gate = None if fc is None else weight_and_bias(fc)
         return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
-from .parameters import Remembered, affine_of_all
+from .parameters import Remembered, weights_and_biases
 
 __all__ = ['LeanFFN', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
@@ -80,7 +80,7 @@ class _FFNBinding(Binding):
         layers, dropouts, settings = self._structure
         rates = [rate_of(dropout) for dropout in dropouts]
         settings = settings(form, autocast_dtype(x) or x.dtype, *rates)
-        return feed_forward(settings, FFNTensors(x, *affine_of_all(layers)))
+        return feed_forward(settings, FFNTensors(x, *weights_and_biases(layers)))
 
     @functools.cached_property
     def _structure(self):

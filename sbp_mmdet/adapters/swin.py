@@ -14,7 +14,7 @@ from ..presets import Settings
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, NormLinearBinding, PatchNormBinding, mlp_of_ffn
 from .convnext import LeanLayerNorm
-from .parameters import Remembered, affine_of_all
+from .parameters import Remembered, weights_and_biases
 
 __all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
 
@@ -44,7 +44,7 @@ class WindowAttentionBinding(Binding):
         if min(size) == self.attn.window_size and not getattr(self.attn, 'pad_small_map', True):
             shift = 0  # mmpretrain does not shift a map of one window
         settings = settings(form, shift, tuple(size), autocast_dtype(x) or x.dtype)
-        *layers, proj_weight, proj_bias = affine_of_all(layers)
+        *layers, proj_weight, proj_bias = weights_and_biases(layers)
         table, index = msa.relative_position_bias_table, msa.relative_position_index
         return window_attention(settings, WindowTensors(x, *layers, table, proj_weight, proj_bias, index, factor))
 

@@ -23,5 +23,5 @@ parameters are saved uncast, so no cast copy of a weight outlives the forward pa
 
 :class:`.common.autograd_function.Form` says how an operation computes and saves: rounded to eight bits
 (:func:`.common.precision.store`), or with weight gradients from a sample of the rows
-(:func:`.common.row_sampling.draw`). The forward pass is always exact.
+(:func:`.common.row_sampling.sample_rows`). The forward pass is always exact.
 """

@@ -81,7 +81,7 @@ class MLPTensors(NamedTuple):
 
     Attributes:
         x (Tensor): Input of the norm, tokens (N, L, C) or a feature map (N, C, H, W).
-        shortcut (Tensor): What the branch is added to, of the same shape.
+        shortcut (Tensor): Tensor that the branch is added to, of the same shape as ``x``.
         norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
         weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
         weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
@@ -173,7 +173,7 @@ def _normed(settings, weights, rows):
 
 def _run_rows(settings, weights, rows):
     """Return the branch of rows behind the norm, without layer scale."""
-    weight2, bias2 = weights.others
+    weight2, bias2 = weights.second
     hidden = aten.gelu_.default(weights.hidden(rows), approximate=settings.approximate)
     return F.linear(hidden, weight2, bias2)
 

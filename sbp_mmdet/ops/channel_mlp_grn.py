@@ -35,9 +35,9 @@ from .common.folding import (
     unscale,
 )
 from .common.layouts import chunks, in_shape, tokens_of
-from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, in_range, store, zeros_for
+from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, scale_into_range, store, zeros_for
 from .common.rerun_conv import Conv
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 from .common.stochastic_depth import factor_for
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
@@ -172,7 +172,7 @@ def _backward(settings, saved, grad, needs):
     g = g.reshape(-1, g.shape[2])
     total = column_sums(g)
     scaled = (g if t.gamma is None else g * t.gamma).to(settings.dtype).view(xhat.shape)
-    outer, unit = in_range(g, t.gamma, settings.dtype)
+    outer, unit = scale_into_range(g, t.gamma, settings.dtype)
     outer = outer.view(xhat.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
@@ -247,10 +247,10 @@ def _add_second_layer(settings, t, response, sums, chunk, hidden, outer):
     sums.responses[chunk.images] += _by_image(chunk, products).sum(1)
     del products
     sums.grn_bias.add_(column_sums(du))
-    drawn = draw(settings.form.sample, outer)
+    sampled = sample_rows(settings.form.sample, outer)
     scale = response.scale[chunk.images].to(a.dtype).unsqueeze(1)
     u = torch.addcmul(t.grn_bias.to(a.dtype), _by_image(chunk, a), scale).flatten(0, 1)
-    accumulate(sums.outer, drawn.divided(outer), drawn.of(u))  # A = g^T u, its rows divided by unit
+    accumulate(sums.outer, sampled.take_weighted(outer), sampled.take(u))  # A = g^T u, its rows divided by unit
 
 
 def _hidden_gradient(settings, response, through, chunk, h, a, du):
@@ -265,8 +265,8 @@ def _hidden_gradient(settings, response, through, chunk, h, a, du):
 def _add_first_layer(settings, sums, dh, xhat):
     """Add the gradients of the first layer."""
     sums.b1.add_(column_sums(dh))
-    drawn = draw(settings.form.sample, dh)
-    accumulate(sums.w1, drawn.divided(dh), drawn.of(xhat))
+    sampled = sample_rows(settings.form.sample, dh)
+    accumulate(sums.w1, sampled.take_weighted(dh), sampled.take(xhat))
 
 
 class _Response(NamedTuple):

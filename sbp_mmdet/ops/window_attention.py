@@ -29,7 +29,7 @@ from .common.autograd_function import Form, Operation, gradients_of, in_precisio
 from .common.folding import add_branch, incoming_rows, normalise
 from .common.layouts import Chunk
 from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiplied, store
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 from .common.token_norm import TokenNorm
 from .window_layout import Collected, window_layout
 
@@ -183,12 +183,12 @@ def _backward(settings, saved, grad, needs):
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
         dqkv, dbias = windows.backward(g @ layers.proj_weight, layers.scale)
         g = g.flatten(0, 1)
-        drawn = draw(sample, g)
-        sums.add_product('proj_weight', drawn.divided(g), drawn.of(windows.out().flatten(0, 1)))
+        sampled = sample_rows(sample, g)
+        sums.add_product('proj_weight', sampled.take_weighted(g), sampled.take(windows.out().flatten(0, 1)))
         rows = dqkv.flatten(0, 1)
         sums.add(dict(bias=dbias, qkv_bias=column_sums(rows)))
-        drawn = draw(sample, rows)
-        sums.add_product('qkv_weight', drawn.divided(rows), drawn.of(windows.tokens.flatten(0, 1)))
+        sampled = sample_rows(sample, rows)
+        sums.add_product('qkv_weight', sampled.take_weighted(rows), sampled.take(windows.tokens.flatten(0, 1)))
         if any(norm):
             through.put(chunk, dqkv @ layers.qkv_weight)
     del tokens, scaled

@@ -17,7 +17,7 @@ from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, mix_in, mix_out
 from .comparison import Side, compare, relative_difference
-from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_a_trace
+from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_side_effects
 from .eight_bits import check_eight_bits
 from .findings import Findings, Kind
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
@@ -61,7 +61,7 @@ def verify_modules(
         findings.skipped = findings.skipped or 'another process cannot copy the model'
         return findings
     try:
-        with torch.no_grad(), without_a_trace(watch.devices), restored_parameters(model):
+        with torch.no_grad(), without_side_effects(watch.devices), restored_parameters(model):
             run(watch.model)
     except Exception as error:  # noqa: BLE001  if the error is the model's own, the step itself will raise it
         findings.skipped = f'{type(error).__name__}: {error}'

@@ -290,7 +290,7 @@ def unscale(
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
-        unit (Tensor | None): Second result of :func:`.in_range`. If ``None``, 1. Default: None.
+        unit (Tensor | None): Second result of :func:`.scale_into_range`. If ``None``, 1. Default: None.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.

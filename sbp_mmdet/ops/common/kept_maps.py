@@ -11,7 +11,7 @@ from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_sc
 from .precision import FEW, accumulator, cast, compute_in_parts
 from .uncompiled import uncompiled
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'keep_term', 'affine', 'keep', 'kept']
 
 aten = torch.ops.aten
 
@@ -371,13 +371,13 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
 
 @uncompiled
 def _hand_on_sum(out, x, shortcut, storage):
-    first, second = handed_on(x), addend(shortcut, storage)
+    first, second = handed_on(x), keep_term(shortcut, storage)
     if first is not None and second is not None and first.depth == 1 and out.dtype == x.dtype:
         hand_on(out, first._replace(shortcut=second))
 
 
-def addend(x: Tensor, storage: str) -> KeptMap | None:
-    """Return the saved form of a term of a sum, or ``None`` if the sum should be saved itself.
+def keep_term(x: Tensor, storage: str) -> KeptMap | None:
+    """Return the saved form of a term of a sum. If it is ``None``, the sum itself should be saved.
 
     Args:
         x (Tensor): The term, shape (N, C, H, W).

@@ -24,7 +24,7 @@ __all__ = [
     'cast_all',
     'column_sums',
     'compute_in_parts',
-    'in_range',
+    'scale_into_range',
     'multiplied',
     'no_autocast',
     'promoted',
@@ -261,8 +261,8 @@ def _accumulates_in_half(dtype):
     return dtype is torch.float16 and getattr(torch.backends.cuda.matmul, 'allow_fp16_accumulation', False)
 
 
-def in_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the rows g for the product A = g^T GELU(h) in ``dtype``, and the factor of each row of A.
+def scale_into_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scale the rows g into the range of ``dtype``, for the product A = g^T GELU(h).
 
     In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
     of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
@@ -273,7 +273,8 @@ def in_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
         dtype (torch.dtype): Precision of matrix products.
 
     Returns:
-        tuple[Tensor, Tensor | None]: The rows, and the factor ``unit`` of :func:`.unscale`, shape (C,), or ``None``.
+        tuple[Tensor, Tensor | None]: The rows in ``dtype``, and what each channel of them was divided by, shape (C,),
+            which is also the factor of each row of A (``unit`` of :func:`.unscale`); ``None`` if they were not scaled.
     """
     if gamma is None or dtype != torch.float16 or not len(g):
         return g.to(dtype), None
