@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .library_code import Functions, library_code, replaced_code
+from .library_code import FunctionSnapshot, library_code, replaced_code
 from .ops.common.handed_maps import Scope, open_scope
 from .ops.common.uncompiled import uncompiled
 from .stochastic_backprop.step_draws import StepDraws
@@ -164,7 +164,7 @@ class _Inside(NamedTuple):
         inside (list[dict]): Their children.
         children (dict): Children of the outermost module.
         code (dict[int, LibraryCode]): The code of their classes by its id.
-        functions (Functions | None): All functions of that code.
+        functions (FunctionSnapshot | None): All functions of that code.
     """
 
     modules: Sequence[nn.Module] = ()
@@ -172,7 +172,7 @@ class _Inside(NamedTuple):
     inside: Sequence[dict] = ()
     children: dict | None = None
     code: dict | None = None
-    functions: Functions | None = None
+    functions: FunctionSnapshot | None = None
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
@@ -212,7 +212,7 @@ def _is_known_inside(root: nn.Module) -> bool:
         if any([one.replaced for one in code.values()]):
             return False
         children = [dict(m._modules) for m in inside]
-        functions = Functions({place: None for one in code.values() for place in one.places})
+        functions = FunctionSnapshot({place: None for one in code.values() for place in one.places})
         root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
     return True
 

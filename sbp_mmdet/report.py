@@ -78,7 +78,7 @@ def thinned_line(model: nn.Module) -> str | None:
 
 
 class ReportingHook(Hook):
-    """Base class of :class:`.hooks.LeanHook` that reports its effects in the log.
+    """Base class of :class:`.hooks.LeanHook` that reports in the log what was changed, verified and saved.
 
     - Before the first step: the changed modules, the unchanged ones with reasons, whether changed modules agree with
       their own code, and how many bytes they save for the backward pass.

@@ -12,7 +12,7 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
-from ..library_code import Functions, library_code
+from ..library_code import FunctionSnapshot, library_code
 from ..ops.common.handed_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
 from .inputs import precisions_of_products
@@ -53,7 +53,7 @@ class BypassedModules:
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = [(id(code), code) for code in map(library_code, kinds)]
-        self._functions = Functions({place: None for _, code in self._code for place in code.places})
+        self._functions = FunctionSnapshot({place: None for _, code in self._code for place in code.places})
 
     def __getstate__(self):
         # A copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew.

@@ -109,7 +109,7 @@ def _code_of(kind: type) -> dict | None:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
             return None
-        tree = _Simplified().visit(tree)
+        tree = _Simplifier().visit(tree)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         code[name] = ast.dump(tree), {n: v for n, v in function.__globals__.items() if n in used}
         names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)]
@@ -129,7 +129,7 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == 'self'
 
 
-class _Simplified(ast.NodeTransformer):
+class _Simplifier(ast.NodeTransformer):
     """Transformer of syntax trees that removes docstrings, annotations, plugins and stochastic depth."""
 
     def visit_FunctionDef(self, node):

@@ -103,7 +103,7 @@ class _FFNBinding(Binding):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RecomputedBinding(Binding):
-    """A module that is called, and called again in the backward pass.
+    """Module that runs its own code and is recomputed in the backward pass.
 
     Attributes:
         module (nn.Module): The module.
@@ -112,7 +112,7 @@ class _RecomputedBinding(Binding):
     module: nn.Module
 
     def __call__(self, form: Form, x: Tensor):
-        """Run the module."""
+        """Run the module, and run it again in the backward pass."""
         return recomputed(self.module, self.module, x)
 
     def reads(self, form: Form):

@@ -34,7 +34,7 @@ __all__ = ['LAYOUTS', 'Layout', 'quiet', 'rename_weights']
 
 
 class Layout(NamedTuple):
-    """Names that a source of weights gives them.
+    """Naming scheme of the weights from one source.
 
     Attributes:
         name (str): Name in the log.

@@ -123,7 +123,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _backward(ctx, x, leaves, grads):
-    """Return the gradient of the maps, and the gradients of the trained tensors by their number."""
+    """Return the gradient of the maps, and the gradients of the trained tensors by their index."""
     needs_x = ctx.needs_input_grad[1]
     dx = torch.empty_like(x) if needs_x else None
     sums = Sums(dict(enumerate(leaves)))

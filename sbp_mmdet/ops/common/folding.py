@@ -229,7 +229,7 @@ def fold_bias(weight: Tensor, bias: Tensor, norm_bias: Tensor | None) -> Tensor:
 
 
 def _check_width(weight, parameter):
-    """Raise an error where a norm of one channel would be broadcast."""
+    """Raise an error if norm and layer differ in width. A norm of one channel would be broadcast silently."""
     if parameter is not None and parameter.shape[0] != weight.shape[1]:
         raise ValueError(
             f'a layer norm of {parameter.shape[0]} channels precedes a layer of {weight.shape[1]}; make them equal'

@@ -123,7 +123,7 @@ class PackedSigns(NamedTuple):
 
 
 class SignPacker:
-    """Packs the signs of the outputs of several ReLUs. Small maps are packed together, which takes fewer calls."""
+    """Packer of the signs of several ReLUs' outputs. Small maps are packed together, which takes fewer calls."""
 
     def __init__(self):
         self._packed, self._groups, self._maps, self._waiting = [], [], [], {}
