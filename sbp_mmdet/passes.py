@@ -1,4 +1,4 @@
-"""Beginning and end of forward passes, for modules whose layers draw positions or hand feature maps on.
+"""Beginning and end of forward passes, for modules whose layers draw positions or share feature maps.
 
 Both are mixed into the class of the module (:class:`.surgery.Mixin`) and are no hooks. So ``module.forward(x)`` works
 like ``module(x)``, and a pass ends with the call even if an error is raised.
@@ -37,7 +37,7 @@ _LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', '
 _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'SparseInst', 'ViTDet')
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
 PLANNER = 'sbp_mmdet.plan.'  # modules of hooks that only observe
-# Modules whose hooks only observe, so that feature maps are handed on in spite of them.
+# Modules whose hooks only observe, so that feature maps are shared in spite of them.
 _WATCHERS = ('torch.distributed.', PLANNER)
 # torch saves the noise of this class before it draws it, and a checkpoint stops its recomputation in between.
 _NOT_RECOMPUTABLE = (nn.RReLU,)
@@ -121,7 +121,7 @@ _NO_SCOPE = contextlib.nullcontext()
 
 
 def hand_on_within(model: nn.Module) -> None:
-    """Make the largest modules whose code is known open a scope, within which layers hand on their saved maps.
+    """Make the largest modules whose code is known open a scope, within which layers share their saved maps.
 
     Args:
         model (nn.Module): A model, changed in place. The effects of an earlier call are undone first.
@@ -135,7 +135,7 @@ def hand_on_within(model: nn.Module) -> None:
 
 
 def _find_scopes(module, depth) -> Iterator[nn.Module]:
-    """Yield the outermost known modules with several layers that hand on, and some below them.
+    """Yield the outermost known modules with several layers that share maps, and some below them.
 
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
     """

@@ -264,7 +264,7 @@ FAULTS = {
         'csp_backward:CSPBackward._blocks_backward', 'grad.add_(past) if adds else grad', 'grad', 'CSP layer'
     ),
     'CSP: activation in front of a layer': Fault(
-        'csp_backward:CSPBackward._blocks_backward', 'self.members[i - 1].s.activation(below)', 'below', 'CSP layer'
+        'csp_backward:CSPBackward._blocks_backward', 'self.layers[i - 1].s.activation(below)', 'below', 'CSP layer'
     ),
     'CSP: order of the halves': Fault(
         'csp_backward:CSPBackward._whole_backward',

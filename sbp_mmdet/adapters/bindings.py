@@ -266,7 +266,7 @@ class SelfAttentionBinding(Binding):
 
     Attributes:
         norm (nn.LayerNorm): Layer norm over the channels.
-        qkv, proj (nn.Linear): Linear layers to Q, K and V, and behind the attention.
+        qkv, proj (nn.Linear): Linear layers to Q, K and V, and after the attention.
         num_heads (int): Number of heads.
         scaled_by (nn.Module | None): Module that holds the layer scale. Default: None.
         drop (nn.Module | None): Stochastic depth. Default: None.

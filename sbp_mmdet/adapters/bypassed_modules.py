@@ -174,7 +174,7 @@ def _dtypes_of_weights(module):
 
 
 def _parameters(owns):
-    """Return the numbers of parameters of modules, given their attributes, and the parameters' classes and dtypes."""
+    """Return the number of parameters of each module, and the classes and dtypes of all, given each ``__dict__``."""
     given = [*map(_get_parameters, owns)]
     every = [*itertools.chain.from_iterable(map(_values, given))]
     return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]

@@ -133,7 +133,7 @@ _ROLE_OF = dict(conv='convolution', norm='norm of a map', act='activation')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvNormActBinding(Binding):
-    """``act(norm(conv(x)) + residual)``. A norm or activation that may not be bypassed is called behind the operation.
+    """``act(norm(conv(x)) + residual)``. A norm or activation that may not be bypassed is called after the operation.
 
     Attributes:
         conv (nn.Module): Convolution.
@@ -169,7 +169,7 @@ class ConvNormActBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """Number of modules behind the convolution."""
+        """Number of modules after the convolution."""
         return (self.norm is not None) + (self.act is not None)
 
     def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -335,7 +335,7 @@ class LeanConvModule(LeanModule):
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
-    """Find the convolutions of a sequence, each with the norm and activation behind it, by their names.
+    """Find the convolutions of a sequence, each with the norm and activation after it, by their names.
 
     Args:
         sequence (nn.Sequential): The sequence.

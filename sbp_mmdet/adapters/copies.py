@@ -4,7 +4,7 @@ mmpretrain, mmseg and mmpose contain ResNets, HRNets, Swin Transformers and CSP 
 and mmdet's detectors may use them as backbones. A class in :data:`COPIES` is treated as the original only if its code
 is the same: ``forward`` and every method that it reaches have the syntax tree of the original, and global names refer
 to the same objects. Two statements may be missing in either, because settings say whether they do anything: plugins,
-and stochastic depth behind the branch.
+and stochastic depth after the branch.
 """
 
 import ast

@@ -178,7 +178,7 @@ class _CSP(LeanModule):
 
 @adapter(mmdets.CSPLayer)
 class LeanCSPLayer(_CSP):
-    """CSP layer: convolutions side by side, of which one is followed by blocks, and one behind."""
+    """CSP layer: convolutions side by side, of which one is followed by blocks, and one after both."""
 
     runs_blocks = True
 

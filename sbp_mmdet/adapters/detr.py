@@ -218,7 +218,7 @@ class EncoderLayerBinding(Binding):
     Attributes:
         attention (nn.Module): Deformable attention.
         ffn (nn.Module): Feed-forward network.
-        norms (tuple[nn.Module, nn.Module]): The norms behind them.
+        norms (tuple[nn.Module, nn.Module]): The norms that follow them.
     """
 
     attention: nn.Module

@@ -147,7 +147,7 @@ def modules_of_ffn(ffn: FFN) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _settings_of_ffn(activation, form, dtype, *rates):
-    """Return the settings of :func:`.feed_forward`; those behind the activation are found in each step."""
+    """Return the settings of :func:`.feed_forward`; those after the activation are read in each step."""
     return FFNSettings(activation, rates, dtype=dtype, form=form)
 
 

@@ -1,4 +1,4 @@
-"""Max pooling, alone and behind a convolution with a ReLU, and VGG, which calls its layers one by one."""
+"""Max pooling, alone and after a convolution with a ReLU, and VGG, which calls its layers one by one."""
 
 import dataclasses
 import functools
@@ -75,7 +75,7 @@ class ConvPoolBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """Number of modules behind the convolution."""
+        """Number of modules after the convolution."""
         return 2 + (self.norm is not None)
 
     def __call__(self, form: Form, x: Tensor):
@@ -136,7 +136,7 @@ def _output_indices(vgg):
 
 
 def _layer(layers, i, ends):
-    """Return the operation of a convolution and of the layers behind it that it can compute.
+    """Return the operation of a convolution and of the layers after it that it can compute.
 
     Args:
         layers (list[nn.Module]): Layers of the backbone from the convolution on.

@@ -81,7 +81,7 @@ class WindowAttentionBinding(Binding):
 
 
 def _settings_of_attention(heads, window, scale, eps, form, shift, size, dtype):
-    """Return the settings of window attention; those behind ``eps`` are found in each step."""
+    """Return the settings of window attention; those after ``eps`` are read in each step."""
     return WindowSettings(form, heads, window, shift, size, scale, eps, dtype=dtype)
 
 
@@ -150,7 +150,7 @@ class _LeanPatchMerging(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return 'its norm stands behind the linear layer' if getattr(module, 'use_post_norm', False) else None
+        return 'its norm follows the linear layer' if getattr(module, 'use_post_norm', False) else None
 
 
 class _LeanPatchEmbed(LeanModule):

@@ -7,7 +7,7 @@ recomputes the rest there. Its one argument from the paper is ``positions``: the
 For the kept positions, the channel MLP saves the input of its norm, or under autocast the normalised input x-hat
 without the affine part of the norm. If the convolution that made the input can be recomputed
 (:mod:`.common.rerun_conv`), it saves neither. The hidden layer is recomputed. In half precision, the affine part of the
-norm is folded into the weights behind it. With
+norm is folded into the weights that follow it. With
 
     W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
 

@@ -273,7 +273,7 @@ def _estimate_product(sampled, a, b):
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
-    """Return the gradients of projection and layer scale from A = g^T O, see the package's docstring."""
+    """Return the gradients of projection and layer scale from A = g^T O, see :mod:`sbp_mmdet.ops`."""
     outer, unit, total = None, None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
         rows, unit = scale_into_range(incoming.flatten(0, 1), t.gamma, settings.dtype)

@@ -165,14 +165,14 @@ def _forward(settings, tensors, needs):
 
 
 def _normed(settings, weights, rows):
-    """Return rows of the input behind the norm, or x-hat if the norm is folded into the first layer."""
+    """Return rows of the input after the norm, or x-hat if the norm is folded into the first layer."""
     if weights.norm is None:
         return normalise(rows, settings.eps, settings.dtype)[0]
     return weights.norm.run(rows)[0]
 
 
 def _run_rows(settings, weights, rows):
-    """Return the branch of rows behind the norm, without layer scale."""
+    """Return the branch of rows after the norm, without layer scale."""
     weight2, bias2 = weights.second
     hidden = aten.gelu_.default(weights.hidden(rows), approximate=settings.approximate)
     return F.linear(hidden, weight2, bias2)

@@ -109,7 +109,7 @@ class MLPWeights:
             self.w1, self.b1, *self.second = cast_all((t.weight1, t.bias1, *second), dtype)
 
     def hidden(self, rows: Tensor) -> Tensor:
-        """Return the hidden layer of rows behind the norm, or of x-hat, before the GELU."""
+        """Return the hidden layer of rows after the norm, or of x-hat, before the GELU."""
         return F.linear(rows, self.w1, self.b1)
 
 

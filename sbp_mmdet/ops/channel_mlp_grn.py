@@ -3,7 +3,7 @@
     a = GELU(h),  G = norm of a over the positions of an image,  n = G / (mean of G over the channels + eps),
     u = (1 + w n) a + b,  y = u W2^T + b2
 
-with h as in the package's docstring. GRN reads all positions, so it is not position-wise and none can be dropped.
+with h as in :mod:`sbp_mmdet.ops`. GRN reads all positions, so it is not position-wise and none can be dropped.
 
 x-hat, its reciprocal deviation and G, one number for each image and channel, are saved. With m = mean of G + eps and
 s = sum over the positions of du * a, the gradient that reaches a is
@@ -103,7 +103,7 @@ class GRNSaved(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The folded weights W1', b1', and W2, b2 of the package's docstring, in the precision of matrix products."""
+    """The folded weights W1', b1', and W2, b2 of :mod:`sbp_mmdet.ops`, in the precision of matrix products."""
 
     w1: Tensor
     b1: Tensor

@@ -133,7 +133,7 @@ def _in_precision_of_products(t, dtype):
 
 
 class _RowwiseLayers:
-    """The part of the layer behind the sampling kernel, which computes each token independently of the others.
+    """The part of the layer after the sampling kernel, which computes each token independently of the others.
 
     It runs on rows of x and of the kernel's output. Given ``sums``, it adds the gradients of its parameters to them.
     """

@@ -267,7 +267,7 @@ class _Windows:
     """Activations of some windows: P' places of n windows.
 
     Attributes:
-        tokens (Tensor): Tokens behind the norm, zero where there is padding, shape (N, P', C).
+        tokens (Tensor): Tokens after the norm, zero where there is padding, shape (N, P', C).
         heads (int): Number of heads h.
         qkv (Tensor): Q and K, each times the root of the scale where it is folded, and V, shape
             (3, N n h, window^2, d).
@@ -290,7 +290,7 @@ class _Windows:
             settings (WindowSettings): Settings.
             layers (_Layers): The layers.
             layout (WindowLayout): Places of the tokens in windows.
-            tokens (Tensor): All tokens behind the norm, or x-hat of all tokens, shape (N, L, C).
+            tokens (Tensor): All tokens after the norm, or x-hat of all tokens, shape (N, L, C).
             is_normalised (bool): Whether it is x-hat.
             chunk (slice): The places.
             qkv (Tensor | None): Q, K and V, if they are known. Default: None.

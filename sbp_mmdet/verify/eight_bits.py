@@ -36,7 +36,7 @@ def check_eight_bits(x: Tensor) -> None:
     if map.shape[2] * map.shape[3] < 16:
         return
     active = map.relu()
-    shift = low + 0.3 * (high - low)  # zero of the ReLU behind a norm
+    shift = low + 0.3 * (high - low)  # zero of the ReLU after a norm
     for kind, kept, original, step in (
         ('int8 map', keep(map, 'int8'), map, (high - low) / 252),
         ('int8 map with a threshold', keep(map, 'int8', shift), map, (high - low) / 252),

@@ -1,4 +1,4 @@
-"""Algebra of linear layers: the norm in front of a layer and the layer scale behind it are folded into its weight.
+"""Algebra of linear layers: the norm in front of a layer and the layer scale after it are folded into its weight.
 
 Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :func:`incoming_rows`,
 :func:`normalise_backward`, :func:`unfold`, :func:`unscale`.
@@ -36,7 +36,7 @@ def incoming_rows(
     """Return the gradient of a branch as rows for matrix products, and its sum over them.
 
     Args:
-        grad (Tensor): Gradient behind stochastic depth: tokens (N, L, C) of any strides, or a map (N, C, H, W).
+        grad (Tensor): Gradient after stochastic depth: tokens (N, L, C) of any strides, or a map (N, C, H, W).
         dtype (torch.dtype): Precision of the rows.
         factor (Tensor | float | None): Factor of stochastic depth: of each image, shape (N,), if ``grad`` is tokens; or
             a number. If ``None``, 1. Default: None.
@@ -198,7 +198,7 @@ def normalise_backward(
 def fold(
     weight: Tensor, bias: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Fold the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln.
+    """Fold the affine part of a norm into the linear layer after it: W' = W diag(w_ln), b' = b + W b_ln.
 
     Args:
         weight (Tensor): W, shape (D, C).

@@ -61,7 +61,7 @@ class KeptMap(NamedTuple):
 
         Args:
             start (int): Index of the first row.
-            stop (int): Index behind the last row.
+            stop (int): Index after the last row.
         """
         height = self.values.shape[2]
         if (start, stop) == (0, height):
@@ -310,7 +310,7 @@ def _scaled(x, scale, shift):
 
 
 def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
-    """Return the saved form of a layer's input: the map that the layer in front handed on, or the input itself.
+    """Return the saved form of a layer's input: the map that the previous layer shares, or the input itself.
 
     Args:
         x (Tensor): The input, shape (N, C, H, W).
@@ -331,7 +331,7 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProdu
 
 
 def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
-    """Return the saved form of an output of ``torch.cat`` if most of its channels were handed on, else ``None``.
+    """Return the saved form of an output of ``torch.cat`` if most of its channels are shared maps, else ``None``.
 
     Channels of other maps are copied, so that the whole concatenation is not saved.
     """
@@ -357,7 +357,7 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
     """Add two feature maps. If both terms are saved, the next layer need not save the sum.
 
     Args:
-        x (Tensor): Output of a layer that hands on its map, shape (N, C, H, W).
+        x (Tensor): Output of a layer that shares its map, shape (N, C, H, W).
         shortcut (Tensor): Feature map of the same shape.
         storage (str): 'native' or 'int8'.
 

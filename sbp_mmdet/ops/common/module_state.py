@@ -78,7 +78,7 @@ class ModuleState:
         """Put the state back within the context.
 
         Parameters that were written to since then must not be read within the context. Others may have been written
-        to: where the optimizer steps within the backward pass, it is done with what runs behind the recomputed part,
+        to: where the optimizer steps within the backward pass, it is done with what runs after the recomputed part,
         such as the loss of a head, or other levels of it.
 
         Raises:

@@ -111,7 +111,7 @@ class PackedSigns(NamedTuple):
     """Signs of the outputs of several ReLUs, packed in groups of maps.
 
     Attributes:
-        packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map behind the other.
+        packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map after the other.
         groups (list[tuple[int, ...]]): Numbers of the maps of each group, in order.
         maps (list[tuple[int, int, bool]]): For each map its group, its number of elements, and whether channels are its
             fastest dimension in memory.
