@@ -236,7 +236,7 @@ def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
     holders = [(ffn, 'FFN'), (layers, 'list of layers'), (layers[0], 'list of layers')]
     holders += [(first, 'dropout of rate 0'), (second, 'dropout of rate 0')]
     holders += [] if scaled_by is None else [(scaled_by, 'layer scale')]
-    return ChannelMLPBinding(norm, up, act, down, scaled_by, ffn.dropout_layer, holders=tuple(holders))
+    return ChannelMLPBinding(norm, up, act, down, scaled_by=scaled_by, drop=ffn.dropout_layer, holders=tuple(holders))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

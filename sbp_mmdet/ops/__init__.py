@@ -1,7 +1,8 @@
 """Operations: each file holds a forward and a backward pass, whose saved tensors are chosen by hand.
 
 An operation computes the same output as the modules that it stands for, saves less for the backward pass, and
-recomputes the rest there. Its one argument from the paper is ``positions``: the kept positions of Algorithm 1
+recomputes the rest there. Inside of an operation, ``s`` stands for its settings, ``t`` for its tensors, and ``needs``
+for which of them need gradients. Its one argument from the paper is ``positions``: the kept positions of Algorithm 1
 (section 3.4), or ``None`` if all send gradients.
 
 For the kept positions, the channel MLP saves the input of its norm, or under autocast the normalised input x-hat

@@ -33,9 +33,18 @@ from ..stochastic_backprop.masks import Positions
 from .attention_reference import reference_attention
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.flash import attend, attend_backward, to_heads, to_rows
-from .common.folding import add_branch, bias_or_zeros, fold, normalise, normalise_backward, unfold, unscale
+from .common.folding import (
+    add_branch,
+    bias_or_zeros,
+    fold,
+    normalise,
+    normalise_backward,
+    scale_into_range,
+    unfold,
+    unscale,
+)
 from .common.layouts import Chunk, add_rows_
-from .common.precision import Stored, accumulate, column_sums, scale_into_range, store
+from .common.precision import Stored, accumulate, column_sums, store
 from .common.row_sampling import sample_rows
 from .common.stochastic_depth import factor_for
 

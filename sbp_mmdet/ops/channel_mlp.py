@@ -196,6 +196,10 @@ def _saves_normalised(settings, t):
 
 
 def _save(settings, tensors, needs, normalised=None, weights=None):
+    """Return what the backward pass needs, or ``None`` if only the shortcut gets a gradient.
+
+    The forward pass gives ``normalised`` and ``weights`` if it has computed them.
+    """
     s, t = settings, tensors
     keep = s.form.kept(t.positions)
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
@@ -214,7 +218,7 @@ def _save(settings, tensors, needs, normalised=None, weights=None):
     b1 = None
     if hidden and folds_norm(s, is_normalised):
         b1 = cast(fold_bias(t.weight1, t.bias1, t.norm_bias), s.dtype) if weights is None else weights.b1
-    given = MLPTensors(None, None, *t[2:10], None, t.conv if hidden else None)
+    given = MLPTensors(None, None, *t[2:10], None, t.conv if hidden else None)  # 2 to 9: norm_weight to factor
     return MLPSaved(source, is_normalised, rstd, b1, keep, given, layout_of(t.x), t.x.dtype)
 
 

@@ -149,6 +149,7 @@ class BackwardPass:
         needs_of_norm (tuple[bool, bool, bool]): Whether the gradients of the norm's input, weight and bias are needed.
         needs_first (bool): Whether a gradient is needed that comes through the GELU.
         needs_outer (bool): Whether A = g^T GELU(h) is needed.
+        needs_product (bool): Whether dW1, or dW1' of the folded layer, is needed.
         scale (Tensor | float | None): Layer scale times the number of stochastic depth. If ``None``, 1.
         unit (Tensor | None): What each channel of g is divided by, shape (C,): in fp16, rows are not multiplied by a
             small layer scale for A, but brought into range. If ``None``, 1. ``by`` is its reciprocal.

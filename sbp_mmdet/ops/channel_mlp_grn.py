@@ -31,11 +31,12 @@ from .common.folding import (
     fold_weight,
     normalise,
     normalise_backward,
+    scale_into_range,
     unfold,
     unscale,
 )
 from .common.layouts import chunks, in_shape, tokens_of
-from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, scale_into_range, store, zeros_for
+from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, store, zeros_for
 from .common.rerun_conv import Conv
 from .common.row_sampling import sample_rows
 from .common.stochastic_depth import factor_for

@@ -23,6 +23,7 @@ __all__ = [
     'incoming_rows',
     'normalise',
     'normalise_backward',
+    'scale_into_range',
     'unfold',
     'unit_of_channels',
     'unit_statistics',
@@ -82,6 +83,27 @@ def unit_of_channels(grad: Tensor) -> Tensor:
         grad, torch.inf, (0, *range(grad.dim())[2:]) if grad.dim() == 4 else (0, 1), dtype=torch.float32
     )
     return largest.clamp_min_(tiny).mul_(16)
+
+
+def scale_into_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scale the rows g into the range of ``dtype``, for the product A = g^T GELU(h).
+
+    In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
+    of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
+
+    Args:
+        g (Tensor): Gradient of the branch, shape (K, C).
+        gamma (Tensor | None): Layer scale, shape (C,).
+        dtype (torch.dtype): Precision of matrix products.
+
+    Returns:
+        tuple[Tensor, Tensor | None]: The rows in ``dtype``, and what each channel of them was divided by, shape (C,),
+            which is also the factor of each row of A (``unit`` of :func:`unscale`); ``None`` if they were not scaled.
+    """
+    if gamma is None or dtype != torch.float16 or not len(g):
+        return g.to(dtype), None
+    unit = unit_of_channels(g.unsqueeze(0))
+    return (g / unit).to(dtype), unit
 
 
 def add_branch(
@@ -290,7 +312,7 @@ def unscale(
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
-        unit (Tensor | None): Second result of :func:`.scale_into_range`. If ``None``, 1. Default: None.
+        unit (Tensor | None): Second result of :func:`scale_into_range`. If ``None``, 1. Default: None.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.

@@ -156,7 +156,7 @@ class Chunk(NamedTuple):
     @property
     def num_images(self) -> int:
         """Number of images in the chunk."""
-        return len(_range(self.images))
+        return len(range(self.images.start, self.images.stop, self.images.step or 1))
 
     def take_rows(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
@@ -178,10 +178,6 @@ class Chunk(NamedTuple):
             place.copy_(rows.view(place.shape))
         else:
             place.index_copy_(1, index[self.rows], rows.view(self.num_images, -1, x.shape[2]))
-
-
-def _range(part):
-    return range(part.start, part.stop, part.step or 1)
 
 
 def elements_at_a_time(device: torch.device, form=None) -> int:
