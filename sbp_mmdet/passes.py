@@ -95,7 +95,7 @@ def detach_draws(model: nn.Module, used: list[StepDraws]) -> None:
 
 
 class HandingOn(Mixin):
-    """A module in which one layer may hand to the next what it keeps, see :mod:`.ops.common.handed_maps`.
+    """Mixin of a module whose layers may share saved maps, see :mod:`.ops.common.handed_maps`.
 
     It opens a scope if all code inside of it is known: modules of known libraries, unchanged and without hooks. This is
     looked at in each pass, so a hook that is registered later counts.

@@ -150,7 +150,7 @@ def _adds(block):
 
 
 def _convolutions(layer):
-    """Return the ``ConvModule`` of a layer."""
+    """Return the ``ConvModule`` of a layer, or both of a depthwise separable one."""
     return (layer,) if isinstance(layer, ConvModule) else (layer.depthwise_conv, layer.pointwise_conv)
 
 

@@ -20,7 +20,7 @@ from .roles import ROLES
 __all__ = ['ConvPoolBinding', 'LeanMaxPool', 'LeanVGG']
 
 
-def _fits_in_bytes(pool):
+def _check_window_size(pool):
     if pool.return_indices:
         return 'it returns indices'
     height, width = _pair(pool.kernel_size)
@@ -28,7 +28,7 @@ def _fits_in_bytes(pool):
 
 
 _POOLS = (nn.MaxPool2d, mmcv.cnn.MaxPool2d)
-ROLES['max pool'] = dict.fromkeys(_POOLS, _fits_in_bytes)
+ROLES['max pool'] = dict.fromkeys(_POOLS, _check_window_size)
 
 
 def _run_pool(form, pool, x, relu=False):
@@ -50,7 +50,7 @@ class LeanMaxPool(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return _fits_in_bytes(module)
+        return _check_window_size(module)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

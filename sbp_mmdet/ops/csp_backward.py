@@ -61,8 +61,8 @@ class CSPBackward:
     Args:
         settings (CSPSettings): Settings.
         saved (CSPSaved): What was saved.
-        flat (list): For each layer parameters and buffers, map and statistics, of which each may be ``None``.
-        gate (tuple): Parameters of the attention's layer.
+        flat (list): Result of :meth:`._Forward.flat`: for each layer its parameters and buffers, map and statistics.
+        gate (tuple): Weight and bias of the channel attention's layer.
         shape (torch.Size): Shape of the input.
         needs (list): Which parameters of each layer need gradients.
         others (Sequence[bool]): Whether the input and the parameters of the attention's layer need gradients.

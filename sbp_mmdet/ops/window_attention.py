@@ -31,7 +31,7 @@ from .common.layouts import Chunk
 from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiplied, store
 from .common.row_sampling import sample_rows
 from .common.token_norm import TokenNorm
-from .window_layout import Collected, window_layout
+from .window_layout import CollectedRows, window_layout
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -147,7 +147,7 @@ def _forward(settings, tensors, needs):
         tokens = layers.norm.run(cast(t.x, layers.norm.full))[0]
     else:
         tokens, rstd = normalise(t.x, s.eps, s.dtype)
-    branch, known = Collected(len(layout.order)), []  # in the order of the windows
+    branch, known = CollectedRows(len(layout.order)), []  # in the order of the windows
     for chunk in layout.chunks(s, len(tokens), tokens.shape[2]):
         windows = _Windows.run(s, layers, layout, tokens, rstd is not None, chunk)
         if s.form.recomputed and any(needs):
@@ -177,7 +177,7 @@ def _backward(settings, saved, grad, needs):
     # and the gradient of the norm's output d[Q K V] W. Padding sends no gradient to W_p and the norm.
     (scaled, total), sums = incoming_rows(grad, s.dtype, t.factor), _allocate_sums(t)
     scaled = scaled.view(grad.shape)
-    through, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
+    through, norm = CollectedRows(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
     for i, chunk in enumerate(layout.chunks(s, len(tokens), tokens.shape[2])):
         windows = _Windows.run(s, layers, layout, tokens, is_normalised, chunk, *saved.qkv[i : i + 1])
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))

@@ -126,7 +126,7 @@ class ModuleState:
 class _Refusing(dict):
     """Parameters of a module, some of which must not be read by their names.
 
-    To list them is allowed, because that is how settings such as their precision are found.
+    Listing them is allowed, because settings such as their precision are found that way.
 
     Args:
         parameters (dict[str, nn.Parameter | None]): The parameters by their names.
