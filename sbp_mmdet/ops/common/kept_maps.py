@@ -11,7 +11,7 @@ from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_sc
 from .precision import FEW, accumulator, cast, compute_in_parts
 from .uncompiled import uncompiled
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'keep_term', 'affine', 'keep', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'keep', 'keep_term', 'kept']
 
 aten = torch.ops.aten
 
