@@ -100,10 +100,10 @@ class _Bridge(Mixin):
         return bridge(super().forward, args, kwargs)
 
 
-def _in_front_of_training(modules):
-    """Return the ids of frozen modules with no trained parameter in front of them, which autograd saves nothing for.
+def _find_leading_frozen(modules):
+    """Return the ids of frozen modules that precede all trained parameters, so that autograd saves nothing for them.
 
-    The order of modules is taken for that of their calls.
+    Modules are assumed to be called in their order.
     """
     found, trains = set(), False
     for module in modules:
@@ -136,7 +136,7 @@ class _Watch:
         # Ids of modules inside parts that the preset checkpoints, and inside parts that the user checkpoints.
         self.recomputed, self.checkpointed = set(), set()
         self.in_parts = set()  # those inside of recomputed parts that are no changed modules
-        self.in_front = _in_front_of_training(modules.values())
+        self.in_front = _find_leading_frozen(modules.values())
         for module in modules.values():  # a part before the modules in it
             if isinstance(module, (CheckpointedPart, CheckpointedLevels)):
                 if id(module) not in self.recomputed and id(module) not in self.checkpointed:
