@@ -167,7 +167,7 @@ def _update_text(s, t, z, out):
 
 
 def _update_image_rows(s, t, rows, key, value, bias):
-    """Compute some new tokens x' of an image, and their scores S in full precision and values before the update.
+    """Compute the new tokens x' for some tokens of an image, and the scores S (in full precision) and values of these.
 
     Args:
         s (BiAttentionSettings): Settings with a dtype.
