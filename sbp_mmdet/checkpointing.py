@@ -67,7 +67,7 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
 
     Example:
         >>> with keep_buffers(model):
-        ...     model(images)  # running statistics stay as they are
+        ...     model(images)  # running statistics do not change
     """
     before, copies = _buffers(submodules([module])), {}
     start = {(id(b.module), b.name): b.value for b in values}
@@ -158,13 +158,13 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
         nonlocal started, state
         args, kwargs = (leaves, {}) if structure is None else tree_unflatten(leaves, structure)
         if started is not None:
-            # A scope of its own, in which no outer maps are handed on.
+            # A scope of its own, in which no outer maps are shared.
             with state.restored(), keep_buffers(module, started), Scope():
                 return forward(*args, **kwargs)
         buffers = [buffer for buffer in _buffers(parts) if type(buffer.module) not in _NORMS]
         for buffer in buffers:
             buffer.value = buffer.tensor.detach().clone()
-        with Scope():  # maps that outer layers hand on would not be found by the recomputation
+        with Scope():  # maps that outer layers share would not be found by the recomputation
             out = forward(*args, **kwargs)
         started, state = [buffer for buffer in buffers if buffer.changed], ModuleState(parts)
         return out

@@ -10,7 +10,7 @@ from .apply import apply_settings, keep_ratios
 from .checkpointing import checkpoint_modules
 from .chunked_targets import targets_in_chunks
 from .presets import Settings, refuse_unknown_keys
-from .report import SignsOfLife
+from .report import ReportingHook
 from .surgery import ModelHook, members, unwrapped
 
 __all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
@@ -22,7 +22,7 @@ def _register(kind: type[ModelHook]) -> type[ModelHook]:
 
 
 @_register
-class LeanHook(SignsOfLife, ModelHook):
+class LeanHook(ReportingHook, ModelHook):
     """Hook that trains a detector in less memory, by changing its modules in place; see :func:`.apply.apply_lean`.
 
     Unless ``modules`` restricts the change, training targets are computed in chunks as well, see

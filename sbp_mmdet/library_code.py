@@ -1,4 +1,4 @@
-"""Whether a class runs the code that its library defines, or somebody has put another function in its place.
+"""Check whether a class runs the code that its library defines, or a function of it has been replaced.
 
 ``nn.LayerNorm.forward = mine`` changes no instance. But a function's ``__globals__`` are those of the module that it
 was written in, so a replaced method is recognised by the globals of another module. All functions that a method reaches
@@ -32,18 +32,18 @@ _STAND_INS = 'sbp_mmdet.plan.'
 _CALL_METHODS = '__call__', '_call_impl', '_wrapped_call_impl'
 
 
-class Functions:
-    """Functions and the places where they stood.
+class FunctionSnapshot:
+    """Snapshot of functions, to find out later whether one of them was replaced.
 
     Args:
-        places (Iterable[tuple]): For each a class or module, a name in it, and what stood there.
+        places (Iterable[tuple]): For each function its class or module, its name in it, and the function.
     """
 
     def __init__(self, places: Iterable[tuple]):
         self._owners, self._names, self._values = [*zip(*places, strict=True)] or ((), (), ())
 
-    def hold(self) -> bool:
-        """Return whether every place still has the function that it had when this object was made."""
+    def are_unchanged(self) -> bool:
+        """Return whether no function was replaced since the snapshot was taken."""
         now = map(getattr, self._owners, self._names, itertools.repeat(None))
         return not any(map(operator.is_not, now, self._values))
 
@@ -52,13 +52,13 @@ class LibraryCode(NamedTuple):
     """The functions that a method of a class reaches.
 
     Attributes:
-        places (tuple[tuple]): A class or module, a name in it, and what stood there.
-        functions (Functions): The same.
-        replaced (str | None): Which of them is not the library's. If ``None``, all are.
+        places (tuple[tuple]): For each function its class or module, its name in it, and the function.
+        functions (FunctionSnapshot): Snapshot of these functions.
+        replaced (str | None): Name of a function that is not the library's own. If ``None``, all are.
     """
 
     places: tuple
-    functions: Functions
+    functions: FunctionSnapshot
     replaced: str | None
 
 
@@ -96,7 +96,7 @@ def library_code(kind: type, method: str = 'forward') -> LibraryCode:
     if checked is not None and key in checked:
         return _library_code[key]
     found = _library_code.get(key)
-    if found is None or not found.functions.hold():
+    if found is None or not found.functions.are_unchanged():
         found = _library_code[key] = _Search(kind).run(method)
     if checked is not None:
         checked.add(key)
@@ -127,7 +127,7 @@ class _Search:
         for name in (method, *_CALL_METHODS):
             self._look_in_class(name)
         places = tuple((*place, value) for place, value in self.functions.items())
-        return LibraryCode(places, Functions(places), self.replaced)
+        return LibraryCode(places, FunctionSnapshot(places), self.replaced)
 
     def _look_in_class(self, name):
         """Check a method or property of the class, and those of its base classes, which ``super()`` finds."""

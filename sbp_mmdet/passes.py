@@ -1,4 +1,4 @@
-"""Beginning and end of forward passes, for modules whose layers draw positions or hand feature maps on.
+"""Beginning and end of forward passes, for modules whose layers draw positions or share feature maps.
 
 Both are mixed into the class of the module (:class:`.surgery.Mixin`) and are no hooks. So ``module.forward(x)`` works
 like ``module(x)``, and a pass ends with the call even if an error is raised.
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .library_code import Functions, library_code, replaced_code
+from .library_code import FunctionSnapshot, library_code, replaced_code
 from .ops.common.handed_maps import Scope, open_scope
 from .ops.common.modes import evaluates_lean
 from .ops.common.uncompiled import uncompiled
@@ -38,7 +38,7 @@ _LIBRARIES = ('mmcv', 'mmdet', 'mmengine', 'mmpose', 'mmpretrain', 'mmrotate', '
 _PROJECTS = ('AlignDETR', 'CO-DETR', 'DiffusionDet', 'EfficientDet', 'HDINO', 'SparseInst', 'ViTDet')
 _KNOWN = (*(f'{name}.' for name in (*_LIBRARIES, 'torch.nn')), *(f'projects.{name}.' for name in _PROJECTS))
 PLANNER = 'sbp_mmdet.plan.'  # modules of hooks that only observe
-# Modules whose hooks only observe, so that feature maps are handed on in spite of them.
+# Modules whose hooks only observe, so that feature maps are shared in spite of them.
 _WATCHERS = ('torch.distributed.', PLANNER)
 # torch saves the noise of this class before it draws it, and a checkpoint stops its recomputation in between.
 _NOT_RECOMPUTABLE = (nn.RReLU,)
@@ -96,7 +96,7 @@ def detach_draws(model: nn.Module, used: list[StepDraws]) -> None:
 
 
 class HandingOn(Mixin):
-    """A module in which one layer may hand to the next what it keeps, see :mod:`.ops.common.handed_maps`.
+    """Mixin of a module whose layers may share saved maps, see :mod:`.ops.common.handed_maps`.
 
     It opens a scope if all code inside of it is known: modules of known libraries, unchanged and without hooks. This is
     looked at in each pass, so a hook that is registered later counts.
@@ -124,7 +124,7 @@ _NO_SCOPE = contextlib.nullcontext()
 
 
 def hand_on_within(model: nn.Module) -> None:
-    """Make the largest modules whose code is known open a scope, within which layers hand on their saved maps.
+    """Make the largest modules whose code is known open a scope, within which layers share their saved maps.
 
     Args:
         model (nn.Module): A model, changed in place. The effects of an earlier call are undone first.
@@ -138,7 +138,7 @@ def hand_on_within(model: nn.Module) -> None:
 
 
 def _find_scopes(module, depth) -> Iterator[nn.Module]:
-    """Yield the outermost known modules with several layers that hand on, and some below them.
+    """Yield the outermost known modules with several layers that share maps, and some below them.
 
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
     """
@@ -167,7 +167,7 @@ class _Inside(NamedTuple):
         inside (list[dict]): Their children.
         children (dict): Children of the outermost module.
         code (dict[int, LibraryCode]): The code of their classes by its id.
-        functions (Functions | None): All functions of that code.
+        functions (FunctionSnapshot | None): All functions of that code.
     """
 
     modules: Sequence[nn.Module] = ()
@@ -175,7 +175,7 @@ class _Inside(NamedTuple):
     inside: Sequence[dict] = ()
     children: dict | None = None
     code: dict | None = None
-    functions: Functions | None = None
+    functions: FunctionSnapshot | None = None
 
     def __reduce_ex__(self, protocol):
         return _Inside, ()
@@ -188,7 +188,7 @@ class _Inside(NamedTuple):
         """
         if not self.modules or self.children != root._modules:
             return False
-        if not self.functions.hold():
+        if not self.functions.are_unchanged():
             return False
         owns = [*map(vars, self.modules)]
         if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:
@@ -215,7 +215,7 @@ def _is_known_inside(root: nn.Module) -> bool:
         if any([one.replaced for one in code.values()]):
             return False
         children = [dict(m._modules) for m in inside]
-        functions = Functions({place: None for one in code.values() for place in one.places})
+        functions = FunctionSnapshot({place: None for one in code.values() for place in one.places})
         root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
     return True
 

@@ -15,7 +15,7 @@ from .surgery import unwrapped
 from .verify.dry_run import NoUpdate
 from .verify.first_pass import conclude, verify_changed, warn_of_own_code
 
-__all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'SignsOfLife', 'thinned_line']
+__all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'ReportingHook', 'thinned_line']
 
 # Reasons why a module is unchanged: no adapter has anything to change in it, or 'with_cp' does not checkpoint it.
 UNKNOWN, NO_BLOCK = 'no operation of this package saves memory there', 'not a block of a backbone'
@@ -77,8 +77,8 @@ def thinned_line(model: nn.Module) -> str | None:
     return '\n'.join(lines) or None
 
 
-class SignsOfLife(Hook):
-    """Base class of :class:`.hooks.LeanHook` that reports its effects in the log.
+class ReportingHook(Hook):
+    """Base class of :class:`.hooks.LeanHook` that reports in the log what was changed, verified and saved.
 
     - Before the first step: the changed modules, the unchanged ones with reasons, whether changed modules agree with
       their own code, and how many bytes they save for the backward pass.
@@ -93,7 +93,7 @@ class SignsOfLife(Hook):
         """Check and log the change; called by mmengine's runner."""
         super().before_run(runner)
         for other in runner.hooks:
-            if isinstance(other, SignsOfLife) and other is not self and hasattr(other, 'report'):
+            if isinstance(other, ReportingHook) and other is not self and hasattr(other, 'report'):
                 if twice := [name for name in self.report.changed if name in other.report.changed]:
                     raise ValueError(
                         f'custom_hooks has two LeanHooks, and both change {len(twice)} modules, such as {twice[0]}; '

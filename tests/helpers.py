@@ -23,7 +23,7 @@ TOOLS = ROOT / 'tools'
 RESEARCH = ROOT / 'research'
 CONFIGS = ROOT / 'configs'
 sys.path[:0] = [str(TOOLS), str(RESEARCH)]
-from make_synthetic_coco import make_set  # noqa: E402
+from make_synthetic_coco import make_dataset  # noqa: E402
 
 TINY_CONFIG = """
 _base_ = './base.py'
@@ -88,7 +88,7 @@ def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> 
     Returns:
         Path: The config.
     """
-    make_set(folder / 'data/shapes', train=train, val=val, size=size)
+    make_dataset(folder / 'data/shapes', train=train, val=val, size=size)
     config = folder / 'tiny.py'
     (folder / 'base.py').write_text(_base_config())
     config.write_text(TINY_CONFIG)

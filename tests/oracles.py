@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet import SBPConvNeXt
 
@@ -144,6 +145,28 @@ def assert_equal_statistics(actual, expected, tolerance=1e-12):
             torch.testing.assert_close(actual[name], values, rtol=tolerance, atol=tolerance, msg=name)
         else:
             assert torch.equal(actual[name], values), name
+
+
+class OperationNames(TorchDispatchMode):
+    """Context manager that records the names of the operations that run within it.
+
+    Args:
+        ignores (Callable): Returns whether a call is left out, given the operation's name and arguments. Default: none
+            is.
+
+    Attributes:
+        names (set[str]): The names, such as 'mm'.
+    """
+
+    def __init__(self, ignores=lambda name, args: False):
+        super().__init__()
+        self.ignores, self.names = ignores, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if not self.ignores(name, args):
+            self.names.add(name)
+        return function(*args, **(kwargs or {}))
 
 
 def assert_near(actual, expected, tolerance):

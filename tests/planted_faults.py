@@ -111,8 +111,8 @@ FAULTS = {
     ),
     'MLP: hidden layer': Fault(
         'channel_mlp_backward:BackwardPass._add_through_layers',
-        'F.gelu(drawn.of(hidden), approximate=approximate)',
-        'F.relu(drawn.of(hidden))',
+        'F.gelu(sampled.take(hidden), approximate=approximate)',
+        'F.relu(sampled.take(hidden))',
         'Swin',
     ),
     'norm: affine part of the saved x-hat': Fault(
@@ -154,7 +154,7 @@ FAULTS = {
         'channel_mlp_grn:_add_second_layer', 'response.scale[chunk.images]', 'response.scale[:1]', 'ConvNeXt V2'
     ),
     # Feed-forward networks.
-    'FFN: activation': Fault('ffn:FeedForward.backward', 'act(drawn.of(hidden))', 'drawn.of(hidden)', 'FFN'),
+    'FFN: activation': Fault('ffn:FeedForward.backward', 'act(sampled.take(hidden))', 'sampled.take(hidden)', 'FFN'),
     'FFN: derivative': Fault(
         'ffn:FeedForward.backward',
         'act.backward(grad if factor is None else grad.mul_(factor), hidden, inplace=True)',
@@ -194,10 +194,10 @@ FAULTS = {
     'deformable: offsets': Fault(
         'deformable_attention:_scale_offsets', 't.spatial_shapes.flip(1)', 't.spatial_shapes', 'attention'
     ),
-    'deformable: gradient of the places': Fault(
+    'deformable: gradient of the locations': Fault(
         'deformable_attention:_images_backward',
-        'dplaces = dplaces.to(',
-        'dplaces = 0.9 * dplaces.to(',
+        'dlocations = dlocations.to(',
+        'dlocations = 0.9 * dlocations.to(',
         'attention',
     ),
     'deformable: position of the query': Fault(
@@ -264,7 +264,7 @@ FAULTS = {
         'csp_backward:CSPBackward._blocks_backward', 'grad.add_(past) if adds else grad', 'grad', 'CSP layer'
     ),
     'CSP: activation in front of a layer': Fault(
-        'csp_backward:CSPBackward._blocks_backward', 'self.members[i - 1].s.activation(below)', 'below', 'CSP layer'
+        'csp_backward:CSPBackward._blocks_backward', 'self.layers[i - 1].s.activation(below)', 'below', 'CSP layer'
     ),
     'CSP: order of the halves': Fault(
         'csp_backward:CSPBackward._whole_backward',

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from helpers import make_set
+from helpers import make_dataset
 
 import annotation_files  # isort: skip  (helpers puts tools/ on the path)
 from annotation_files import PreflightError  # isort: skip
 
 
 def test_large_files_are_not_parsed(tmp_path, monkeypatch):
-    make_set(tmp_path / 'shapes', train=2, val=1, size=64)
+    make_dataset(tmp_path / 'shapes', train=2, val=1, size=64)
     path = tmp_path / 'shapes/annotations/instances_train.json'
     content = path.read_bytes()
     monkeypatch.setattr(annotation_files, '_PARSE_BYTES', 100)

@@ -111,7 +111,7 @@ class Apart(nn.Module):
         return self.last(self.act(self.first(x)))
 
 
-class Writes(nn.Module):
+class DoublesInPlace(nn.Module):
     def forward(self, x):
         return x.mul_(2)
 
@@ -137,14 +137,14 @@ def test_channel_attention_stores_the_map_of_the_layer_in_front(kind):
 
 @pytest.mark.parametrize('kind', ATTENTIONS)
 def test_channel_attention_by_itself_is_exact(kind):
-    plain, lean, _ = build_plain_and_lean(Held(ATTENTIONS[kind](), Writes()))
+    plain, lean, _ = build_plain_and_lean(Held(ATTENTIONS[kind](), DoublesInPlace()))
     assert_near(run_step(lean), run_step(plain), 1e-11)
 
 
 @pytest.mark.parametrize('place', [1, 2])
 def test_maps_that_are_written_to_are_not_handed_on(place):
     layers = [build_conv('SiLU'), ATTENTIONS['SELayer'](), build_conv(norm=False)]
-    layers.insert(place, Writes())
+    layers.insert(place, DoublesInPlace())
     plain, lean, _ = build_plain_and_lean(Held(*layers))
     assert_near(run_step(lean), run_step(plain), 1e-11)
 

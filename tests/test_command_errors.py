@@ -31,8 +31,8 @@ SMALL = (*PLAN, '--batch', '1', '--size', '64x64', '--boxes', '2')
 REMEDY = '; give the size of the images, for example --size 800x1333'
 
 
-def raised(function, *args, **kwargs):
-    """Return the error that a function raises."""
+def catch(function, *args, **kwargs):
+    """Call a function and return the error that it raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         function(*args, **kwargs)
     return caught.value
@@ -241,7 +241,7 @@ def test_a_misspelt_name_in_the_model(words, option, said, capsys):
 
 def test_an_argument_that_a_subclass_hands_on():
     config = Config(dict(model=dict(backbone=dict(type='ResNetV1d', depth=50, num_stagess=4))))
-    error = raised(MODELS.build, config.model.backbone.to_dict())
+    error = catch(MODELS.build, config.model.backbone.to_dict())
     assert describe_mistake(config, error) == (
         "model.backbone: ResNetV1d has no argument 'num_stagess'; did you mean 'num_stages'?"
     )
@@ -334,17 +334,17 @@ def test_the_place_is_that_of_the_model_and_not_of_a_dispatch_mode():
         with mode:
             InModel()(torch.zeros(1, 4, 4))
 
-    assert re.search(r'IndexError: .*\(test_command_errors.py, line \d+\)', describe_error(raised(run, LiveBytes())))
+    assert re.search(r'IndexError: .*\(test_command_errors.py, line \d+\)', describe_error(catch(run, LiveBytes())))
 
 
 def test_messages_are_cut_at_the_end_of_a_sentence_or_a_word():
     url = 'https://example.org/' + 'a' * 300
     two = 'One sentence that is long enough to stand alone for the reader. More at ' + url
-    assert describe_error(raised(_raise, KeyError(two))).startswith(f'KeyError: {two[: two.index(". ") + 1]} (')
-    words = describe_error(raised(_raise, RuntimeError('word ' * 100)))
+    assert describe_error(catch(_raise, KeyError(two))).startswith(f'KeyError: {two[: two.index(". ") + 1]} (')
+    words = describe_error(catch(_raise, RuntimeError('word ' * 100)))
     assert re.fullmatch(r'RuntimeError: (word ){30,40}\.\.\. \(.*\)', words)
-    assert 'https' not in describe_error(raised(_raise, RuntimeError(f'see {url}')))
-    assert "KeyError: 'video_length'" in describe_error(raised(_raise, KeyError('video_length')))
+    assert 'https' not in describe_error(catch(_raise, RuntimeError(f'see {url}')))
+    assert "KeyError: 'video_length'" in describe_error(catch(_raise, KeyError('video_length')))
 
 
 def _raise(error):
@@ -355,7 +355,7 @@ def test_an_error_without_a_message_is_its_line_of_code():
     def fail():
         raise AssertionError
 
-    said = describe_data_error('it cannot be run', raised(fail), EMPTY)
+    said = describe_data_error('it cannot be run', catch(fail), EMPTY)
     assert re.fullmatch(
         r'it cannot be run here \(AssertionError: raise AssertionError, test_command_errors.py, line \d+\)', said
     )
@@ -364,7 +364,7 @@ def test_an_error_without_a_message_is_its_line_of_code():
 def test_a_value_error_of_the_models_own_keeps_its_place():
     assert re.fullmatch(
         r'a.py: it fails: ValueError: no (.*line \d+\))',
-        str(bad_input('a.py', 'it fails', raised(_raise, ValueError('no')), EMPTY)),
+        str(bad_input('a.py', 'it fails', catch(_raise, ValueError('no')), EMPTY)),
     )
 
 

@@ -264,8 +264,8 @@ TRANSFORMERS = {
 }
 
 
-class _Wrapped(nn.Module):
-    """Module that a detector calls by its name, with the sum of squares of its outputs as loss."""
+class _WithLoss(nn.Module):
+    """Module around a part, which returns the sum of squares of the part's outputs as a loss."""
 
     def __init__(self, part):
         super().__init__()
@@ -291,7 +291,7 @@ def test_layers_of_transformers_store_their_input(name):
     init_default_scope('mmdet')
     torch.manual_seed(0)
     part, inputs = TRANSFORMERS[name]()
-    model = _Wrapped(part).double().train()
+    model = _WithLoss(part).double().train()
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
     apply_lean(exact, 'exact'), apply_lean(least, 'exact_min')
     (_, expected), (stored, _), (least_stored, actual) = (_run(m, inputs) for m in (model, exact, least))
@@ -306,7 +306,7 @@ def test_layers_that_are_frozen_in_part(name, trainable):
     init_default_scope('mmdet')
     torch.manual_seed(0)
     part, inputs = TRANSFORMERS[name]()
-    model = _Wrapped(part).double().train()
+    model = _WithLoss(part).double().train()
     for key, p in model.named_parameters():
         p.requires_grad_(any(word in key for word in trainable.split('|')))
     least = copy.deepcopy(model)
@@ -323,7 +323,7 @@ def test_layers_drop_the_same_images_again():
     for block in part.modules():
         if hasattr(block, 'drop_prob'):
             block.drop_prob = 0.5
-    model = _Wrapped(part).double().train()
+    model = _WithLoss(part).double().train()
     exact, least = copy.deepcopy(model), copy.deepcopy(model)
     apply_lean(exact, 'exact'), apply_lean(least, 'exact_min')
     for _ in range(2):

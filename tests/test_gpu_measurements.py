@@ -215,8 +215,8 @@ def test_sync_bn_of_one_process_is_batch_norm(monkeypatch):
     for row in measure_sync_bn(['none', 'SyncBN'], **options):
         assert max(row['outputs'], row['gradients']) < 1e-5, row
     assert not dist.is_initialized()
-    together = map_norms._normalise_together
-    monkeypatch.setattr(map_norms, '_normalise_together', lambda s, t, z: together(s, t, z + z.detach()))
+    together = map_norms._sync_batch_norm
+    monkeypatch.setattr(map_norms, '_sync_batch_norm', lambda s, t, z: together(s, t, z + z.detach()))
     plain, wrong = measure_sync_bn(['none', 'SyncBN'], **options)
     assert plain['gradients'] < 1e-5 < 1e-2 < wrong['gradients']
 

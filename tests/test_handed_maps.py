@@ -25,8 +25,8 @@ from sbp_mmdet.ops.common.kept_maps import add
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 
-class Writes(nn.Module):
-    """User's module that writes to a feature map without autograd's knowledge."""
+class HiddenWrite(nn.Module):
+    """Module of a user that writes to a feature map in a way that autograd does not notice."""
 
     def __init__(self, how):
         super().__init__()
@@ -53,7 +53,7 @@ HOWS = ['data', 'new data', 'numpy', 'dlpack', 'view']
 @pytest.mark.parametrize('place', ['module', 'hook', 'pre-hook', 'forward', 'global hook', 'later'])
 def test_what_is_written_past_autograd_is_seen(how, place):
     """User code between two layers may write to the map; the gradients are those of torch."""
-    plain, write = build_convs(), Writes(how)
+    plain, write = build_convs(), HiddenWrite(how)
     if place == 'module':
         plain.insert(1, write)
 

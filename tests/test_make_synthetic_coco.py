@@ -22,17 +22,17 @@ def contents(folder):
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp('set') / 'shapes'
-    synthetic.make_set(out, **SMALL)
+    synthetic.make_dataset(out, **SMALL)
     return out
 
 
 def test_same_seed_same_bytes(made, tmp_path):
-    synthetic.make_set(tmp_path / 'again', **SMALL)
+    synthetic.make_dataset(tmp_path / 'again', **SMALL)
     assert contents(tmp_path / 'again') == contents(made)
 
 
 def test_seed_and_split_change_the_images(made, tmp_path):
-    synthetic.make_set(tmp_path / 'other', **dict(SMALL, seed=4))
+    synthetic.make_dataset(tmp_path / 'other', **dict(SMALL, seed=4))
     first, second = contents(made), contents(tmp_path / 'other')
     images = [first[name] for name in first if name.endswith('.jpg')]
     assert len(set(images)) == SMALL['train'] + SMALL['val']
@@ -40,7 +40,7 @@ def test_seed_and_split_change_the_images(made, tmp_path):
 
 
 def test_larger_set_begins_with_the_smaller_one(made, tmp_path):
-    synthetic.make_set(tmp_path / 'larger', **dict(SMALL, train=8))
+    synthetic.make_dataset(tmp_path / 'larger', **dict(SMALL, train=8))
     larger = contents(tmp_path / 'larger')
     for name, data in contents(made).items():
         assert not name.endswith('.jpg') or larger[name] == data

@@ -38,7 +38,7 @@ def test_the_plain_vit_is_torchs_encoder(layer_scale):
     assert relative_error(model(x)[0], norm) < 1e-10
 
 
-def timm_shapes(c, depth, grid=14, **more):
+def list_timm_shapes(c, depth, grid=14, **more):
     """Return the names and shapes of timm's parameters, written by hand."""
     block = {
         'norm1.weight': (c,), 'norm1.bias': (c,), 'norm2.weight': (c,), 'norm2.bias': (c,),
@@ -56,7 +56,7 @@ def timm_shapes(c, depth, grid=14, **more):
 )
 def test_state_dict_is_timms(arch, channels, depth, millions):
     backbone = build_on_meta(SBPViT, arch, out_type='cls_token', sbp_cfg=dict(preset='sbp'))
-    assert {name: tuple(p.shape) for name, p in backbone.state_dict().items()} == timm_shapes(channels, depth)
+    assert {name: tuple(p.shape) for name, p in backbone.state_dict().items()} == list_timm_shapes(channels, depth)
     assert sum(p.numel() for p in backbone.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     assert backbone.keep_ratios().keys() == {(0, i) for i in range(depth // 3, depth)}  # the paper's 8 of 12
     assert not list(backbone.buffers())
@@ -66,7 +66,7 @@ def test_registers_and_layer_scale_have_dinov2s_names():
     backbone = build_on_meta(SBPViT, 'tiny', register_tokens=4, layer_scale_init_value=1e-5, out_indices=(2,))
     more = {f'blocks.{i}.ls{j}.gamma': (192,) for i in range(12) for j in (1, 2)}
     shapes = {name: tuple(p.shape) for name, p in backbone.state_dict().items()}
-    assert shapes == timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
+    assert shapes == list_timm_shapes(192, 12, reg_token=(1, 4, 192), **more)
 
 
 def test_position_embeddings_of_other_sizes():

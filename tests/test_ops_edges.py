@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_cases import CASES, Case, differentiate
-from oracles import assert_near
-from torch.utils._python_dispatch import TorchDispatchMode
+from oracles import OperationNames, assert_near
 
 from sbp_mmdet.ops.common.autograd_function import Form
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
@@ -128,18 +127,6 @@ def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
             assert (actual[key] - truth).norm() < (0.01 if dtype is torch.float16 else 0.05) * truth.norm(), key
 
 
-class Called(TorchDispatchMode):
-    """Mode that records the names of the operations that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 # Operations that add atomically on CUDA, see torch.use_deterministic_algorithms.
 ATOMIC = {'index_add', 'index_add_', 'scatter_add', 'scatter_add_', 'put_', 'put', 'bincount', 'histc'}
 
@@ -149,6 +136,6 @@ def test_nothing_is_added_in_an_order_that_differs_from_run_to_run(name):
     case = CASES[name]
     tensors, given = case.inputs()
     lean, _ = case.both(None, given=given)
-    with Called() as called:
+    with OperationNames() as called:
         differentiate(lean, tensors)
     assert called.names and not called.names & ATOMIC

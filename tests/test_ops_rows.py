@@ -24,7 +24,7 @@ def test_tokens_and_maps(layout):
     empty = layouts.in_shape(layouts.empty_tokens(tokens.shape, layouts.layout_of(x), x.dtype, x.device), x.shape)
     assert empty.is_contiguous(memory_format=layout) and empty.shape == x.shape
     picked = tokens[:, index]
-    alone = layouts.put_together(picked, index, 20)
+    alone = layouts.scatter_rows(picked, index, 20)
     assert torch.equal(alone[:, index], picked) and alone.count_nonzero() == picked.numel()
     summed = layouts.add_rows_(torch.ones(2, 4, 3, dtype=x.dtype), torch.tensor([3, 1, 0]), picked)
     assert torch.equal(summed[:, [3, 1, 0]], 1 + picked) and summed[:, 2].eq(1).all()

@@ -24,7 +24,7 @@ import sbp_mmdet.ops.common.row_sampling as row_sampling
 from sbp_mmdet.adapters.row_draws import RowDraws
 from sbp_mmdet.apply import apply_lean
 from sbp_mmdet.ops.common.autograd_function import Form, Sample
-from sbp_mmdet.ops.common.row_sampling import draw
+from sbp_mmdet.ops.common.row_sampling import sample_rows
 from sbp_mmdet.ops.deformable_encoder_layer import deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, feed_forward
 from sbp_mmdet.stochastic_backprop.masks import positions
@@ -122,12 +122,12 @@ def test_the_mean_over_all_draws_is_exact(ratio):
 
     def mean(low, high, at_low, at_high):
         if torch.equal(at_low.index, at_high.index) or high - low < 1e-13:
-            return (high - low) * at_low.divided(rows).t() @ at_low.of(seen)
-        at_middle = draw(Sample(ratio, (low + high) / 2), rows)
+            return (high - low) * at_low.take_weighted(rows).t() @ at_low.take(seen)
+        at_middle = sample_rows(Sample(ratio, (low + high) / 2), rows)
         halves = (low, (low + high) / 2, at_low, at_middle), ((low + high) / 2, high, at_middle, at_high)
         return sum(mean(*half) for half in halves)
 
-    ends = (draw(Sample(ratio, at), rows) for at in (0, 1 - 2**-53))
+    ends = (sample_rows(Sample(ratio, at), rows) for at in (0, 1 - 2**-53))
     assert relative_error(mean(0, 1, *ends), rows.t() @ seen) < 1e-10
 
 
@@ -135,7 +135,7 @@ def test_large_rows_are_drawn_more_often():
     """The error is smaller than with uniform probabilities."""
     rows, seen = rows_of_many_sizes(400)
     exact = rows.t() @ seen
-    found = [d.divided(rows).t() @ d.of(seen) for d in (draw(Sample(0.25, at), rows) for at in DRAWS)]
+    found = [d.take_weighted(rows).t() @ d.take(seen) for d in (sample_rows(Sample(0.25, at), rows) for at in DRAWS)]
     alike = [4 * rows[phase::4].t() @ seen[phase::4] for phase in range(4)]
     error, before = (sum(relative_error(f, exact) ** 2 for f in several) / len(several) for several in (found, alike))
     assert error < before / 2
@@ -148,24 +148,24 @@ def test_no_draw_is_wasted(ratio):
     number = round(ratio * 400)
     largest = rows.norm(dim=1).topk(number // 4).indices
     for at in DRAWS:
-        index = draw(Sample(ratio, at), rows).index
+        index = sample_rows(Sample(ratio, at), rows).index
         assert len(index.unique()) >= 0.98 * number and torch.isin(largest, index).all()
 
 
 def test_rows_at_the_edges():
     zero, one = torch.zeros(5, 3), torch.ones(1, 3)
     for sample, rows in ((None, one), (Sample(0.5, 0.2), one[:0])):
-        assert draw(sample, rows).divided(rows) is rows and draw(sample, rows).of(rows) is rows
+        assert sample_rows(sample, rows).take_weighted(rows) is rows and sample_rows(sample, rows).take(rows) is rows
     for at in (0, 0.5, 1 - 2**-53):
-        assert torch.equal(draw(Sample(0.25, at), one).divided(one), one)
+        assert torch.equal(sample_rows(Sample(0.25, at), one).take_weighted(one), one)
         for number, ratio in ((2, 0.9), (50, 0.99), (80_000, 0.99999)):
             alike = torch.ones(number, 1)
-            drawn = draw(Sample(ratio, at), alike)
-            assert len(drawn.index) >= number - 1 and drawn.divided(alike).sum() == pytest.approx(number)
-        assert torch.equal(draw(Sample(0.5, at), zero).divided(zero), zero[:2])
+            sampled = sample_rows(Sample(ratio, at), alike)
+            assert len(sampled.index) >= number - 1 and sampled.take_weighted(alike).sum() == pytest.approx(number)
+        assert torch.equal(sample_rows(Sample(0.5, at), zero).take_weighted(zero), zero[:2])
         for wrong, ratio in itertools.product((math.inf, math.nan), (0.5, 0.9)):
             rows = torch.cat([torch.ones(4, 3), torch.tensor([[0, wrong, 0]])])
-            assert not draw(Sample(ratio, at), rows).divided(rows).isfinite().any()
+            assert not sample_rows(Sample(ratio, at), rows).take_weighted(rows).isfinite().any()
 
 
 def test_sums_of_chances_are_of_whole_numbers():
@@ -179,7 +179,7 @@ def test_sums_of_chances_are_of_whole_numbers():
             return func(*args, **(kwargs or {}))
 
     with Log():
-        draw(Sample(0.5, 0.3), torch.ones(6, 2))
+        sample_rows(Sample(0.5, 0.3), torch.ones(6, 2))
     assert kinds == [torch.int64]
 
 

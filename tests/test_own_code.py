@@ -45,8 +45,8 @@ def assert_equal(found, expected):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f'{n}: {text}')
 
 
-class Statement(nn.Module):
-    """A net that calls an activation for what it writes to its input."""
+class IgnoresResult(nn.Module):
+    """Net that calls an in-place activation and ignores its result."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Statement(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """A net whose shortcut is what its first activation has written to."""
+    """Net whose first activation writes to the tensor that the shortcut adds."""
 
     def __init__(self, act=nn.LeakyReLU):
         super().__init__()
@@ -75,7 +75,7 @@ class PreActivation(nn.Module):
 @pytest.mark.parametrize('preset', PRESETS)
 @pytest.mark.parametrize('act', [nn.LeakyReLU, nn.SiLU, nn.ReLU6, nn.Hardswish, None])
 def test_an_activation_that_works_in_place(act, preset):
-    plain = (Statement() if act is None else PreActivation(act)).double().train()
+    plain = (IgnoresResult() if act is None else PreActivation(act)).double().train()
     lean, x = copy.deepcopy(plain), torch.randn(2, 3, 12, 12).double()
     report = apply_lean(lean, preset)
     assert ('act' if act is None else 'body.0') in report.changed
@@ -340,7 +340,7 @@ def test_an_infinite_gradient_hides_no_other():
     gradients = dict(a=torch.tensor([torch.inf]), b=torch.ones(3))
     expected = Run({}, gradients, None)
     lean = Run({}, gradients | dict(b=2 * torch.ones(3)), None)
-    assert ('gradients', 'b') in comparison._beyond(
+    assert ('gradients', 'b') in comparison._find_differences(
         (expected, lean), lambda name: True, dict(outputs=1e-5, gradients=1e-3)
     )
 

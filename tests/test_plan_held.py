@@ -210,8 +210,8 @@ def test_states_are_those_of_a_step(name):
     assert state_bytes(optimizer) == ([] if made else said)  # states that exist are not new
 
 
-class Bank:
-    """A helper of the user's, as a hook or a detector holds it."""
+class FeatureBank:
+    """Object of a class of the user's with tensors in a queue."""
 
     def __init__(self):
         self.tensors = collections.deque([torch.zeros(3), torch.zeros(5)])
@@ -219,7 +219,7 @@ class Bank:
 
 def test_what_lists_dicts_and_objects_of_the_users_hold_counts():
     model, hook = nn.Linear(2, 2), Hook()
-    model.queue, model.hidden, model.bank = torch.zeros(7), [nn.Linear(2, 1, bias=False)], Bank()
+    model.queue, model.hidden, model.bank = torch.zeros(7), [nn.Linear(2, 1, bias=False)], FeatureBank()
     hook.shadow, hook.model, hook.itself = {'a': dict(b=(torch.zeros(11),))}, model, hook
     hook.data = torch.utils.data.TensorDataset(torch.zeros(100))  # lies on the host
     assert sorted(t.numel() for t in held_tensors(model)) == [2, 2, 3, 4, 5, 7]

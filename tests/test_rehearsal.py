@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from helpers import RESEARCH, ROOT, make_set, run_forked
+from helpers import RESEARCH, ROOT, make_dataset, run_forked
 from mmdet.datasets import CocoDataset
 
 from sbp_mmdet.plan.variants import load_config
@@ -85,7 +85,7 @@ def make_config(label, path):
 
 def make_coco(folder):
     """Write shapes as a data set with COCO's first classes, in the folder where COCO's config expects COCO."""
-    make_set(folder / 'made', train=4, val=2, size=64)
+    make_dataset(folder / 'made', train=4, val=2, size=64)
     for split in ('train', 'val'):
         source = folder / f'made/annotations/instances_{split}.json'
         content = json.loads(source.read_text())

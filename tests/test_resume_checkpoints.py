@@ -120,23 +120,23 @@ def whole(tmp_path):
 
 
 def test_damage(whole, tmp_path):
-    assert checkpoints.damage(whole) is None
+    assert checkpoints.describe_damage(whole) is None
     content = whole.read_bytes()
     for size in (2, 100, len(content) // 2, len(content) - 30):
         whole.write_bytes(content[:size])
-        assert checkpoints.damage(whole) == 'is truncated'
+        assert checkpoints.describe_damage(whole) == 'is truncated'
     for at in (len(content) // 4, len(content) // 2):
         bad = bytearray(content)
         bad[at] ^= 1
         whole.write_bytes(bad)
-        assert 'is corrupt (check sum of ' in checkpoints.damage(whole)
+        assert 'is corrupt (check sum of ' in checkpoints.describe_damage(whole)
     whole.write_bytes(b'')
-    assert checkpoints.damage(whole) == 'is empty'
+    assert checkpoints.describe_damage(whole) == 'is empty'
     whole.write_bytes(b'version https://git-lfs')
-    assert checkpoints.damage(whole) == 'is not a checkpoint of torch'
-    assert checkpoints.damage(tmp_path / 'none.pth') == 'does not exist'
+    assert checkpoints.describe_damage(whole) == 'is not a checkpoint of torch'
+    assert checkpoints.describe_damage(tmp_path / 'none.pth') == 'does not exist'
     torch.save(dict(a=torch.ones(3)), whole, _use_new_zipfile_serialization=False)
-    assert checkpoints.damage(whole) is None
+    assert checkpoints.describe_damage(whole) is None
 
 
 def test_resume_falls_back_to_the_last_whole_checkpoint(whole, tmp_path):

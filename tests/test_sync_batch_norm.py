@@ -67,7 +67,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 class Processes:
-    """Replacement of torch.distributed for two threads."""
+    """Replacement for ``torch.distributed``, with two threads in the place of processes."""
 
     def __init__(self):
         self.barrier, self.given = threading.Barrier(2, timeout=30), {}

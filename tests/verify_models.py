@@ -123,24 +123,24 @@ def padded_attention():
 def conv_modules():
     torch.manual_seed(1)
     options = dict(padding=1, norm_cfg=dict(type='GN', num_groups=4), act_cfg=dict(type='SiLU'))
-    return nn.Sequential(*(nn.Sequential(ConvModule(n, 16, 3, **options)) for n in (3, 16)), Several())
+    return nn.Sequential(*(nn.Sequential(ConvModule(n, 16, 3, **options)) for n in (3, 16)), InTuple())
 
 
 def biased_conv_modules():
     torch.manual_seed(1)
     options = dict(padding=1, bias=True, norm_cfg=dict(type='BN'), act_cfg=dict(type='ReLU6'))
-    return nn.Sequential(ConvModule(3, 16, 3, **options), ConvModule(16, 16, 3, **options), Several())
+    return nn.Sequential(ConvModule(3, 16, 3, **options), ConvModule(16, 16, 3, **options), InTuple())
 
 
 def csp_layer(**options):
     torch.manual_seed(1)
     options = dict(dict(use_cspnext_block=True, channel_attention=True, act_cfg=dict(type='SiLU')), **options)
     layer = CSPLayer(16, 16, num_blocks=2, **options)
-    return nn.Sequential(nn.Conv2d(3, 16, 4, stride=4), layer, Several())
+    return nn.Sequential(nn.Conv2d(3, 16, 4, stride=4), layer, InTuple())
 
 
-class Several(nn.Module):
-    """A model with several outputs."""
+class InTuple(nn.Module):
+    """Module that returns its input in a tuple, as a backbone returns its maps."""
 
     def forward(self, x):
         return (x,)

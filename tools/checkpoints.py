@@ -18,7 +18,7 @@ import torch
 from mmengine.config import Config
 from preflight import PreflightError, on_meta
 
-__all__ = ['check_checkpoint', 'check_initial_weights', 'damage', 'last_whole_checkpoint']
+__all__ = ['check_checkpoint', 'check_initial_weights', 'describe_damage', 'last_whole_checkpoint']
 
 _MISMATCH = re.compile(r'size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)')
 _RESUMABLE = re.compile(r'(epoch|iter)_(\d+)\.pth')
@@ -26,7 +26,7 @@ _SECONDS = 10  # that a server may take to answer
 _FOREIGN = 'is not a checkpoint of torch'
 
 
-def damage(path: Path) -> str | None:
+def describe_damage(path: Path) -> str | None:
     """Return how a checkpoint file is damaged, or ``None``; torch writes checksums but does not check them.
 
     Returns:
@@ -62,14 +62,14 @@ def last_whole_checkpoint(work_dir: Path) -> tuple[Path | None, str | None]:
     if not pointer.is_file():
         return None, None
     last = Path(pointer.read_text().strip() or work_dir)
-    reason = 'is empty' if last == work_dir else damage(last)
+    reason = 'is empty' if last == work_dir else describe_damage(last)
     if reason is None:
         return last, None
     reason = f'{pointer} {reason}' if last == work_dir else f'{last}, which {pointer} names, {reason}'
     folder = last if last == work_dir else last.parent
     others = [path for path in folder.glob('*.pth') if path != last and _RESUMABLE.fullmatch(path.name)]
     others.sort(key=lambda path: int(_RESUMABLE.fullmatch(path.name)[2]), reverse=True)
-    return next((path for path in others if damage(path) is None), None), reason
+    return next((path for path in others if describe_damage(path) is None), None), reason
 
 
 def check_initial_weights(config: Config) -> None:
@@ -80,17 +80,17 @@ def check_initial_weights(config: Config) -> None:
             address that cannot be reached and was not downloaded before, or of torchvision, which is not installed.
     """
     for key, path in _initial_weights('model', config.get('model') or {}):
-        if problem := _find_unreachable(path):
+        if problem := _explain_unreachable(path):
             raise PreflightError(
                 f'{key}: {path} {problem}; put a downloaded file in its place, or train from random weights with '
                 f'--cfg-options {key.removesuffix(".checkpoint")}=None'
             )
-        reason = None if '://' in path else damage(Path(path).expanduser())
+        reason = None if '://' in path else describe_damage(Path(path).expanduser())
         if reason and reason != _FOREIGN:  # mmengine may have a loader of the user's for it
             raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')
 
 
-def _find_unreachable(path):
+def _explain_unreachable(path):
     """Return why weights cannot be downloaded, or ``None``."""
     scheme = path.partition('://')[0]
     if scheme in ('torchvision', 'modelzoo') and importlib.util.find_spec('torchvision') is None:
@@ -128,7 +128,7 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
     """
     if '://' in path or Path(path).expanduser().is_dir():
         return
-    reason = damage(Path(path).expanduser())
+    reason = describe_damage(Path(path).expanduser())
     if reason:
         raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')
     content = _read(path)

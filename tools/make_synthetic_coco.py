@@ -1,4 +1,4 @@
-"""Make a small instance segmentation set in COCO format: coloured shapes that hide one another.
+"""Make a small instance segmentation dataset in COCO format: coloured shapes that hide one another.
 
     python tools/make_synthetic_coco.py --out data/shapes --train 600 --val 100
 
@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 from pycocotools import mask as mask_utils
 
-__all__ = ['CLASSES', 'make_set', 'render_image']
+__all__ = ['CLASSES', 'make_dataset', 'render_image']
 
 CLASSES = ('ellipse', 'rectangle', 'triangle', 'star')
 SPLITS = ('train', 'val')
@@ -72,8 +72,8 @@ def _make_split(split, count, out, size, seed):
     return dict(images=images, annotations=annotations, categories=categories)
 
 
-def make_set(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> None:
-    """Write the set; other files in ``out`` stay."""
+def make_dataset(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> None:
+    """Write the dataset to ``out``. Other files in that folder are left unchanged."""
     out = Path(out)
     (out / 'annotations').mkdir(parents=True, exist_ok=True)
     for split, count in zip(SPLITS, (train, val), strict=True):
@@ -88,7 +88,7 @@ def main():
     parser.add_argument('--val', type=int, default=100, metavar='N', help='validation images (default: 100)')
     parser.add_argument('--size', type=int, default=192, help='side of the square images in pixels (default: 192)')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
-    make_set(**vars(parser.parse_args()))
+    make_dataset(**vars(parser.parse_args()))
 
 
 if __name__ == '__main__':

@@ -40,8 +40,8 @@ def peaks(config: Config) -> dict[str, float]:
     return {name: measure_detector(with_variant(base, key), **size)['peak'] / 1e6 for name, key in variants.items()}
 
 
-def draw(losses: dict[str, dict[int, float]], path: Path) -> None:
-    """Draw the losses of all trainings in one picture."""
+def plot_losses(losses: dict[str, dict[int, float]], path: Path) -> None:
+    """Plot the losses of all trainings in one picture."""
     import matplotlib.pyplot as plt
 
     for (name, curve), style in zip(losses.items(), ('k-', 'r--', 'b:'), strict=True):
@@ -62,7 +62,7 @@ def main():
         scores = json.loads(latest(work_dir / 'test', '2*/*.json').read_text())
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
-    draw(losses, work_dir / 'losses.png')
+    plot_losses(losses, work_dir / 'losses.png')
     held = peaks(config)
     print(f'{"":<32}' + ''.join(f'{name:>14}' for name in TRAININGS.values()))
     for step in SHOWN:

@@ -20,7 +20,7 @@ from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
 from ..stochastic_backprop.masks import Positions
-from .parameters import Remembered, affine, affine_of_all
+from .parameters import Remembered, weight_and_bias, weights_and_biases
 from .predicate import find_problems, tensors_in
 
 __all__ = [
@@ -173,10 +173,10 @@ class ChannelMLPBinding(Binding):
             dtype = autocast_dtype(x) or x.dtype
         elif self.conv is not None:
             # Cast here, not by autocast inside the convolution, so that its saved input can be shared.
-            x, conv = convolve(self.conv, affine(self.conv), cast(x, dtype), form.storage)
+            x, conv = convolve(self.conv, weight_and_bias(self.conv), cast(x, dtype), form.storage)
             # If positions are dropped, saving x-hat of the kept ones is cheaper than recomputing the convolution.
             conv = conv if positions is None else None
-        *norm, weight1, bias1, weight2, bias2 = affine_of_all((self.norm, self.up, self.down))
+        *norm, weight1, bias1, weight2, bias2 = weights_and_biases((self.norm, self.up, self.down))
         if weight1.dim() == 4:  # of a 1x1 convolution
             weight1, weight2 = weight1.flatten(1), weight2.flatten(1)
         eps, approximate = self.norm.eps, vars(self.act).get('approximate', 'none')
@@ -236,7 +236,7 @@ def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
     holders = [(ffn, 'FFN'), (layers, 'list of layers'), (layers[0], 'list of layers')]
     holders += [(first, 'dropout of rate 0'), (second, 'dropout of rate 0')]
     holders += [] if scaled_by is None else [(scaled_by, 'layer scale')]
-    return ChannelMLPBinding(norm, up, act, down, scaled_by, ffn.dropout_layer, holders=tuple(holders))
+    return ChannelMLPBinding(norm, up, act, down, scaled_by=scaled_by, drop=ffn.dropout_layer, holders=tuple(holders))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -266,7 +266,7 @@ class SelfAttentionBinding(Binding):
 
     Attributes:
         norm (nn.LayerNorm): Layer norm over the channels.
-        qkv, proj (nn.Linear): Linear layers to Q, K and V, and behind the attention.
+        qkv, proj (nn.Linear): Linear layers to Q, K and V, and after the attention.
         num_heads (int): Number of heads.
         scaled_by (nn.Module | None): Module that holds the layer scale. Default: None.
         drop (nn.Module | None): Stochastic depth. Default: None.
@@ -293,7 +293,7 @@ class SelfAttentionBinding(Binding):
         heads: Tensor | None = None,
     ):
         """Run the operation on tokens (N, L, C)."""
-        layers = affine_of_all((self.norm, self.qkv, self.proj))
+        layers = weights_and_biases((self.norm, self.qkv, self.proj))
         settings = self._settings(form, self.num_heads, mode, self.norm.eps, autocast_dtype(x) or x.dtype)
         return attention(settings, AttentionTensors(x, *layers, self.scale, factor, positions, heads))
 
@@ -325,7 +325,7 @@ class NormLinearBinding(Binding):
     def __call__(self, form: Form, x: Tensor, positions: Positions | None = None):
         """Run the operation on tokens (N, L, C) or on a map (N, C, H, W)."""
         settings = self._settings(form, self.norm.eps, autocast_dtype(x) or x.dtype)
-        return norm_linear(settings, NormLinearTensors(x, *affine_of_all((self.norm, self.linear)), positions))
+        return norm_linear(settings, NormLinearTensors(x, *weights_and_biases((self.norm, self.linear)), positions))
 
     @functools.cached_property
     def _settings(self):
@@ -380,7 +380,7 @@ class PatchNormBinding(Binding):
 
     def __call__(self, form: Form, x: Tensor):
         """Run the operation on images (N, C, H, W)."""
-        out, again = convolve(self.conv, affine(self.conv), cast(x, autocast_dtype(x) or x.dtype))
+        out, again = convolve(self.conv, weight_and_bias(self.conv), cast(x, autocast_dtype(x) or x.dtype))
         if self.channels_last:
             out = out.contiguous(memory_format=torch.channels_last)
         settings = NormSettings(form, self.norm.eps)

@@ -87,7 +87,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
 
 
 def _read_without(part, form, problems):
-    """Return the modules that an operation bypasses, without those that run their own code in front of it or behind."""
+    """Return the modules that an operation bypasses, without those that run their own code before it or after it."""
     unsupported = {id(module) for module, _ in problems}
     return [module for module, _ in part.reads(form) if id(module) not in unsupported]
 

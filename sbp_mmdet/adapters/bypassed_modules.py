@@ -12,7 +12,7 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
-from ..library_code import Functions, library_code
+from ..library_code import FunctionSnapshot, library_code
 from ..ops.common.handed_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
 from .inputs import precisions_of_products
@@ -53,7 +53,7 @@ class BypassedModules:
         self._hooked_globally = is_hooked_globally()
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = [(id(code), code) for code in map(library_code, kinds)]
-        self._functions = Functions({place: None for _, code in self._code for place in code.places})
+        self._functions = FunctionSnapshot({place: None for _, code in self._code for place in code.places})
 
     def __getstate__(self):
         # A copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew.
@@ -99,17 +99,17 @@ class BypassedModules:
             return False
         checked = unchanged_code()
         if checked is None:
-            if not self._functions.hold():
+            if not self._functions.are_unchanged():
                 return False
         else:
             for key, code in self._code:
                 if key not in checked:
-                    if not code.functions.hold():
+                    if not code.functions.are_unchanged():
                         return False
                     checked.add(key)
         if [*map(_get_children, self._parents)] != self._children:
             return False
-        return not self.modules or self._state.holds(self.modules)
+        return not self.modules or self._state.matches(self.modules)
 
 
 class _State(NamedTuple):
@@ -145,7 +145,7 @@ class _State(NamedTuple):
         read = _parameters(owns)
         return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], *read, views)
 
-    def holds(self, modules: Sequence[nn.Module]) -> bool:
+    def matches(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether modules still have this state."""
         owns = [*map(vars, modules)]
         if [*map(len, owns)] != self.lengths:
@@ -174,7 +174,7 @@ def _dtypes_of_weights(module):
 
 
 def _parameters(owns):
-    """Return the numbers of parameters of modules, given their attributes, and the parameters' classes and dtypes."""
+    """Return the number of parameters of each module, and the classes and dtypes of all, given each ``__dict__``."""
     given = [*map(_get_parameters, owns)]
     every = [*itertools.chain.from_iterable(map(_values, given))]
     return [*map(len, given)], [*map(type, every)], [p.dtype for p in every if p is not None]

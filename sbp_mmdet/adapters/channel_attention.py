@@ -1,4 +1,4 @@
-"""Channel attention, and activations that stand by themselves: the layer behind recomputes their output."""
+"""Channel attention, and activations that stand by themselves; the next layer recomputes their output."""
 
 from mmdet.models.layers.se_layer import ChannelAttention, SELayer
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ _EFFECTIVE = 'mmyolo.models.layers.yolo_bricks.EffectiveSELayer'
 
 @adapter(SELayer, ChannelAttention, _EFFECTIVE)
 class LeanChannelAttention(LeanModule):
-    """Map multiplied with numbers that small layers compute from its mean. These layers run their own code."""
+    """Channel attention. The small layers that compute the gate from the map's mean run their own code."""
 
     dims = 4
     samples = has_reference = False
@@ -35,7 +35,7 @@ class LeanChannelAttention(LeanModule):
 
 @adapter(*(kind for kind in ROLES['activation'] if kind is not nn.ReLU))
 class LeanActivation(LeanModule):
-    """Activation of a map. A ReLU saves its output, which the layer behind saves anyway, and has no adapter."""
+    """Activation of a map. A ReLU saves its output, which the next layer saves anyway, and has no adapter."""
 
     dims = 4
     samples = has_reference = False

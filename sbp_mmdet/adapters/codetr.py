@@ -13,9 +13,9 @@ from .base import LeanModule, adapter
 from .detr import (
     ARGUMENTS_OF_ATTENTION,
     EncoderLayerBinding,
-    are_known_places,
     images_first,
     problem_of_encoder_ffn,
+    supports_arguments,
 )
 
 __all__ = ['LeanTransformerLayer']
@@ -38,7 +38,7 @@ class LeanTransformerLayer(LeanModule):
     def accepts(self, query: Tensor, *args, **kwargs) -> bool:
         """See :meth:`.LeanModule.accepts`. The layer hands keywords that it does not name to the attention."""
         known = kwargs.keys() <= _ARGUMENTS | ARGUMENTS_OF_ATTENTION
-        return known and are_known_places(SimpleNamespace(**kwargs), query)
+        return known and supports_arguments(SimpleNamespace(**kwargs), query)
 
     def lean_forward(
         self,

@@ -25,7 +25,7 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .bindings import Binding
 from .copies import path_of
-from .parameters import affine
+from .parameters import weight_and_bias
 from .predicate import unsupported
 from .roles import EFFICIENTDETS_CONVOLUTION, ROLES, know
 
@@ -112,7 +112,7 @@ class ConvNorm:
                 form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype, border=border
             )
             self._settings, self._made_of = made, made_of
-        weight, bias = affine(conv)
+        weight, bias = weight_and_bias(conv)
         weight = _standardised(conv) if self._standardises else weight
         channels = weight.shape[0]
         for tensor in tensors:  # torch's kernels do not check the sizes, and would write to other memory
@@ -133,7 +133,7 @@ _ROLE_OF = dict(conv='convolution', norm='norm of a map', act='activation')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConvNormActBinding(Binding):
-    """``act(norm(conv(x)) + residual)``. A norm or activation that may not be bypassed is called behind the operation.
+    """``act(norm(conv(x)) + residual)``. A norm or activation that may not be bypassed is called after the operation.
 
     Attributes:
         conv (nn.Module): Convolution.
@@ -169,7 +169,7 @@ class ConvNormActBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """Number of modules behind the convolution."""
+        """Number of modules after the convolution."""
         return (self.norm is not None) + (self.act is not None)
 
     def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -263,7 +263,7 @@ def _norm_inputs(norm):
         tuple[tuple, tuple]: (norm, eps, momentum, num_groups, process_group), of which the last ones may be missing,
         and (weight, bias, running mean, running variance).
     """
-    weight, bias = affine(norm)
+    weight, bias = weight_and_bias(norm)
     own = norm.__dict__
     buffers = own['_buffers']
     if 'running_mean' not in buffers:
@@ -335,7 +335,7 @@ class LeanConvModule(LeanModule):
 
 
 def layers_of(sequence: nn.Sequential) -> dict[str, ConvNormActBinding]:
-    """Find the convolutions of a sequence, each with the norm and activation behind it, by their names.
+    """Find the convolutions of a sequence, each with the norm and activation after it, by their names.
 
     Args:
         sequence (nn.Sequential): The sequence.

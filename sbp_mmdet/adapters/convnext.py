@@ -20,7 +20,8 @@ class LeanConvNeXtBlock(LeanBlock):
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
         layers = (self.norm, self.pointwise_conv1, self.act, self.pointwise_conv2)
-        return dict(mlp=ChannelMLPBinding(*layers, self, self.drop_path, self.depthwise_conv, self.grn))
+        others = dict(scaled_by=self, drop=self.drop_path, conv=self.depthwise_conv, grn=self.grn)
+        return dict(mlp=ChannelMLPBinding(*layers, **others))
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
@@ -36,7 +37,7 @@ class LeanConvNeXtBlock(LeanBlock):
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
         """See :meth:`.LeanBlock.others`."""
-        if not getattr(backbone, 'downsample_layers', None):  # a backbone of the user's, of stock blocks
+        if not getattr(backbone, 'downsample_layers', None):  # a user's own backbone of stock blocks
             return {}
         stem, *layers = backbone.downsample_layers
         others = {(i, 'downsample'): (layer, _LeanDownsample) for i, layer in enumerate(layers, 1)}

@@ -4,7 +4,7 @@ mmpretrain, mmseg and mmpose contain ResNets, HRNets, Swin Transformers and CSP 
 and mmdet's detectors may use them as backbones. A class in :data:`COPIES` is treated as the original only if its code
 is the same: ``forward`` and every method that it reaches have the syntax tree of the original, and global names refer
 to the same objects. Two statements may be missing in either, because settings say whether they do anything: plugins,
-and stochastic depth behind the branch.
+and stochastic depth after the branch.
 """
 
 import ast
@@ -109,7 +109,7 @@ def _code_of(kind: type) -> dict | None:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
             return None
-        tree = _Simplified().visit(tree)
+        tree = _Simplifier().visit(tree)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         code[name] = ast.dump(tree), {n: v for n, v in function.__globals__.items() if n in used}
         names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)]
@@ -129,7 +129,7 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == 'self'
 
 
-class _Simplified(ast.NodeTransformer):
+class _Simplifier(ast.NodeTransformer):
     """Transformer of syntax trees that removes docstrings, annotations, plugins and stochastic depth."""
 
     def visit_FunctionDef(self, node):

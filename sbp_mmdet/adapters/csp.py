@@ -19,7 +19,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
 from .copies import problem_of_copy
-from .parameters import Remembered, affine
+from .parameters import Remembered, weight_and_bias
 from .predicate import unsupported
 from .roles import ROLES, any_setting
 
@@ -73,7 +73,7 @@ class CSPBinding(Binding):
         counts = not count_batches(norms)
         own, tensors = zip(*[layer.inputs(form, None, dtype, counts=counts) for layer in layers], strict=True)
         fc = self.layer.attention.fc if getattr(self.layer, 'channel_attention', False) else None
-        gate = None if fc is None else affine(fc)
+        gate = None if fc is None else weight_and_bias(fc)
         return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)
 
     @functools.cached_property
@@ -150,7 +150,7 @@ def _adds(block):
 
 
 def _convolutions(layer):
-    """Return the ``ConvModule`` of a layer."""
+    """Return the ``ConvModule`` of a layer, or both of a depthwise separable one."""
     return (layer,) if isinstance(layer, ConvModule) else (layer.depthwise_conv, layer.pointwise_conv)
 
 
@@ -178,7 +178,7 @@ class _CSP(LeanModule):
 
 @adapter(mmdets.CSPLayer)
 class LeanCSPLayer(_CSP):
-    """CSP layer: convolutions side by side, of which one is followed by blocks, and one behind."""
+    """CSP layer: convolutions side by side, of which one is followed by blocks, and one after both."""
 
     runs_blocks = True
 

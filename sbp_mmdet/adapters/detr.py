@@ -34,7 +34,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import activation_of
 from .ffn import modules_of_ffn, problem_of_ffn, rate_of
-from .parameters import Remembered, affine_of_all
+from .parameters import Remembered, weights_and_biases
 from .predicate import unsupported
 
 __all__ = [
@@ -43,9 +43,9 @@ __all__ = [
     'LeanDeformableAttention',
     'LeanDeformableEncoderLayer',
     'LeanEncoder',
-    'are_known_places',
     'images_first',
     'problem_of_encoder_ffn',
+    'supports_arguments',
 ]
 
 
@@ -121,7 +121,7 @@ class LeanEncoder(LeanModule):
 
 
 def _thinned_layer(layer, x, pos, positions, kwargs):
-    """Run an encoder layer by Algorithm 1: attention and FFN are its f, norms and shortcuts run on all tokens."""
+    """Run an encoder layer by Algorithm 1, with attention and FFN as f. Norms and shortcuts run on all tokens."""
     none = x.new_zeros(())  # replaces the shortcut inside of f; all tokens get theirs outside
 
     def attend(rows):
@@ -133,14 +133,14 @@ def _thinned_layer(layer, x, pos, positions, kwargs):
 
 # Deformable attention.
 
-# Those that an encoder hands to its layers. The attention does not use the last one.
+# Keyword arguments that an encoder passes to its layers. The attention does not use the last one.
 ARGUMENTS_OF_ATTENTION = {'reference_points', 'spatial_shapes', 'level_start_index', 'valid_ratios'}
 _LINEARS = 'sampling_offsets', 'attention_weights', 'value_proj', 'output_proj'
 
 
 @adapter(MultiScaleDeformableAttention)
 class LeanDeformableAttention(LeanModule):
-    """Deformable attention that saves the sampling kernel's output and recomputes values, places and weights."""
+    """Deformable attention that saves the sampling kernel's output and recomputes values, locations and weights."""
 
     samples = has_reference = False
 
@@ -151,13 +151,13 @@ class LeanDeformableAttention(LeanModule):
     def lean_forward(self, *args, **kwargs) -> Tensor:
         """Run the layer; the arguments are those of mmcv's ``MultiScaleDeformableAttention``."""
         a = bind_arguments(MultiScaleDeformableAttention.forward, self, args, kwargs)
-        if not are_known_places(a, a.query):
+        if not supports_arguments(a, a.query):
             self._lean.bound.bypassed.warn_of_input(self._lean.name or type(self).__name__)
             return super(LeanModule, self).forward(*args, **kwargs)
         tokens = (a.query, a.query_pos, a.query if a.value is None else a.value)
         if not self.batch_first:
             tokens = map(images_first, tokens)
-        tensors = DeformableTensors(*tokens, *_unpack_places(a), *affine_of_all(_linears_of(self)))
+        tensors = DeformableTensors(*tokens, *_sampling_arguments(a), *weights_and_biases(_linears_of(self)))
         sizes = self.num_heads, self.num_levels, self.num_points
         out = deformable_attention(DeformableSettings(*sizes, self.form, self.im2col_step), tensors)
         out = out if self.batch_first else out.transpose(0, 1)
@@ -174,8 +174,10 @@ def _linears_of(attention):
     return [getattr(attention, name) for name in _LINEARS]
 
 
-def are_known_places(given: SimpleNamespace, query: Tensor) -> bool:
-    """Return whether deformable attention can be computed from the arguments of a call.
+def supports_arguments(given: SimpleNamespace, query: Tensor) -> bool:
+    """Return whether the operation supports the arguments of a call of deformable attention.
+
+    It needs reference points or boxes, the sizes of the maps, and tokens of shape (N, L, C) or (L, N, C).
 
     Args:
         given (SimpleNamespace): Arguments of the attention, by name.
@@ -187,8 +189,8 @@ def are_known_places(given: SimpleNamespace, query: Tensor) -> bool:
     return getattr(given, 'spatial_shapes', None) is not None and getattr(given, 'level_start_index', None) is not None
 
 
-def _unpack_places(given):
-    """Return reference points, padding mask, sizes and start indices of the levels, from the arguments of a call."""
+def _sampling_arguments(given):
+    """Return the arguments that :class:`.DeformableTensors` has between ``value`` and the layers."""
     return given.reference_points, given.key_padding_mask, given.spatial_shapes, given.level_start_index
 
 
@@ -203,7 +205,7 @@ def _settings_of_layer(
     dropout: float,
     *rates: float,
 ) -> EncoderSettings:
-    """Return the settings of an encoder layer; those behind ``eps`` are found in each step."""
+    """Build the settings of an encoder layer. The arguments after ``eps`` are read in every step."""
     attention = DeformableSettings(*sizes, form, im2col_step, dtype)
     ffn = FFNSettings(activation, rates, dtype=dtype, form=form_of_ffn)
     return EncoderSettings(attention, ffn, dropout, eps)
@@ -216,7 +218,7 @@ class EncoderLayerBinding(Binding):
     Attributes:
         attention (nn.Module): Deformable attention.
         ffn (nn.Module): Feed-forward network.
-        norms (tuple[nn.Module, nn.Module]): The norms behind them.
+        norms (tuple[nn.Module, nn.Module]): The norms that follow them.
     """
 
     attention: nn.Module
@@ -246,12 +248,12 @@ class EncoderLayerBinding(Binding):
         layers, dropouts, settings = self._structure
         rates = [rate_of(dropout) for dropout in dropouts]
         settings = settings(form, form_of_ffn, autocast_dtype(x) or x.dtype, *rates)
-        tensors = EncoderTensors(x, query_pos, *_unpack_places(given), *affine_of_all(layers), positions)
+        tensors = EncoderTensors(x, query_pos, *_sampling_arguments(given), *weights_and_biases(layers), positions)
         return deformable_encoder_layer(settings, tensors)
 
     @functools.cached_property
     def _structure(self):
-        """Layers in the order of :class:`.EncoderTensors`, those of dropout, and cached settings."""
+        """Layers in the order of :class:`.EncoderTensors`, the dropout layers, and cached settings."""
         attention, (first, second) = self.attention, self.norms
         (up, act, dropout1), down, dropout2 = self.ffn.layers
         sizes = attention.num_heads, attention.num_levels, attention.num_points
@@ -302,8 +304,8 @@ class LeanDeformableEncoderLayer(LeanModule):
         return dict(layer=EncoderLayerBinding(self.self_attn, self.ffn, tuple(self.norms)))
 
     def accepts(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> bool:
-        """See :meth:`.LeanModule.accepts`. The layer hands its keywords to the attention."""
-        return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and are_known_places(SimpleNamespace(**kwargs), query)
+        """See :meth:`.LeanModule.accepts`. The layer passes its keyword arguments to the attention."""
+        return kwargs.keys() <= ARGUMENTS_OF_ATTENTION and supports_arguments(SimpleNamespace(**kwargs), query)
 
     def lean_forward(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> Tensor:
         """Run the layer on tokens (N, L, C)."""

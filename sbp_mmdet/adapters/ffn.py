@@ -16,7 +16,7 @@ from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
-from .parameters import Remembered, affine_of_all
+from .parameters import Remembered, weights_and_biases
 
 __all__ = ['LeanFFN', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
@@ -80,7 +80,7 @@ class _FFNBinding(Binding):
         layers, dropouts, settings = self._structure
         rates = [rate_of(dropout) for dropout in dropouts]
         settings = settings(form, autocast_dtype(x) or x.dtype, *rates)
-        return feed_forward(settings, FFNTensors(x, *affine_of_all(layers)))
+        return feed_forward(settings, FFNTensors(x, *weights_and_biases(layers)))
 
     @functools.cached_property
     def _structure(self):
@@ -103,7 +103,7 @@ class _FFNBinding(Binding):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RecomputedBinding(Binding):
-    """A module that is called, and called again in the backward pass.
+    """Module that runs its own code and is recomputed in the backward pass.
 
     Attributes:
         module (nn.Module): The module.
@@ -112,7 +112,7 @@ class _RecomputedBinding(Binding):
     module: nn.Module
 
     def __call__(self, form: Form, x: Tensor):
-        """Run the module."""
+        """Run the module, and run it again in the backward pass."""
         return recomputed(self.module, self.module, x)
 
     def reads(self, form: Form):
@@ -147,7 +147,7 @@ def modules_of_ffn(ffn: FFN) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _settings_of_ffn(activation, form, dtype, *rates):
-    """Return the settings of :func:`.feed_forward`; those behind the activation are found in each step."""
+    """Return the settings of :func:`.feed_forward`; those after the activation are read in each step."""
     return FFNSettings(activation, rates, dtype=dtype, form=form)
 
 

@@ -8,23 +8,23 @@ from torch import Tensor
 
 from ..ops.bi_attention import LIMIT, BiAttentionSettings, BiAttentionTensors, bi_attention
 from .base import LeanModule, adapter
-from .roles import ROLES, has_a_number_as_scale
+from .roles import ROLES, check_number_as_scale
 
 __all__ = ['LeanFusion']
 
 
-def _clamps_scores(attention):
+def _check_scores(attention):
     clamps = attention.clamp_min_for_underflow and attention.clamp_max_for_overflow and MAX_CLAMP_VALUE == LIMIT
     if attention.stable_softmax_2d or not clamps:
         return 'it does not clamp scores as the operation does (clamp_min_for_underflow, clamp_max_for_overflow)'
-    if problem := has_a_number_as_scale(attention):
+    if problem := check_number_as_scale(attention):
         return problem
     if attention.scale != attention.head_dim**-0.5 or attention.head_dim * attention.num_heads != attention.embed_dim:
         return f'its scale is {attention.scale}, and not the reciprocal root of the width of a head'
     return None if attention.v_dim == attention.l_dim else 'its images and texts have tokens of different widths'
 
 
-ROLES['attention between image and text'] = {BiMultiHeadAttention: _clamps_scores}
+ROLES['attention between image and text'] = {BiMultiHeadAttention: _check_scores}
 _LAYERS = dict(
     query='v_proj',
     key='l_proj',

@@ -78,7 +78,7 @@ def put_in_position(kind: type[nn.Module], args: tuple, kwargs: dict) -> tuple[t
         kwargs (dict): Keyword arguments.
     """
     given, left = [*args], dict(kwargs)
-    for name in _arguments_of(kind.forward)[len(args) :]:
+    for name in _positional_names(kind.forward)[len(args) :]:
         if name not in left:
             break
         given.append(left.pop(name))
@@ -104,7 +104,7 @@ def renamed_arguments(function: Callable) -> frozenset[str]:
 
 
 @functools.cache
-def _arguments_of(function):
+def _positional_names(function):
     """Return the names of a method's arguments that may be given in position or by name."""
     _, *parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

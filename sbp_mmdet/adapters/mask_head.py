@@ -15,7 +15,7 @@ ROLES['upsampling of a mask head'] = dict.fromkeys((nn.ConvTranspose2d, mmcv.cnn
 
 @adapter(FCNMaskHead)
 class LeanMaskHead(LeanModule):
-    """Mask head whose largest maps, behind the upsampling, are not stored but recomputed for some RoIs at a time.
+    """Mask head whose largest maps, after the upsampling, are not stored but recomputed for some RoIs at a time.
 
     The transposed convolution is a tenth of the head's work. The convolutions in front have adapters of their own.
     """

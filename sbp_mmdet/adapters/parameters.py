@@ -1,16 +1,16 @@
-"""What bindings read of modules in each step, in few calls: parameters, and settings that stay the same."""
+"""Fast access to what bindings read from modules in every step: parameters, and cached settings."""
 
 from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-__all__ = ['Remembered', 'affine', 'affine_of_all', 'drops_numbers', 'trains']
+__all__ = ['Remembered', 'drops_numbers', 'trains', 'weight_and_bias', 'weights_and_biases']
 
 
 class Remembered:
-    """Settings of an operation, kept from step to step and made anew when one of their values changes.
+    """Cache of an operation's settings: they are built again only when one of their values changes.
 
-    Copies and pickles start empty.
+    Copies and pickles of the cache start empty.
 
     Args:
         kind (Callable): Class of the settings, or a function that makes them.
@@ -23,14 +23,16 @@ class Remembered:
         return Remembered, (self.kind,)
 
     def __call__(self, *made_of):
-        """Return the settings that are made of these arguments."""
+        """Return the settings that ``kind`` builds from these arguments."""
         if made_of != self._made_of:
             self._made_of, self._made = made_of, self.kind(*made_of)
         return self._made
 
 
-def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight and bias of a module; ``nn.Module`` takes three times as long to find each.
+def weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias of a module, ``None`` where it has none.
+
+    The attribute lookup of ``nn.Module`` takes three times as long.
 
     Args:
         module (nn.Module): The module.
@@ -47,20 +49,22 @@ def affine(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return weight, bias
 
 
-def affine_of_all(modules: Iterable[nn.Module]) -> list[Tensor | None]:
-    """Return weight and bias of each module, one module after the other, see :func:`affine`.
+def weights_and_biases(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+    """Return weight and bias of each module, one module after the other, see :func:`weight_and_bias`.
 
     Args:
         modules (Iterable[nn.Module]): The modules.
     """
     tensors = []
     for module in modules:
-        tensors += affine(module)
+        tensors += weight_and_bias(module)
     return tensors
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether any parameter of a module needs a gradient; ``nn.Module`` takes ten times as long to list them.
+    """Return whether any parameter of a module needs a gradient.
+
+    ``nn.Module.parameters()`` takes ten times as long to list them.
 
     Args:
         module (nn.Module): The module.
@@ -72,7 +76,7 @@ def trains(module: nn.Module) -> bool:
 
 
 def drops_numbers(module: nn.Module) -> bool:
-    """Return whether dropout is active in a module: that of an ``nn.Dropout`` inside, or the rate of an attention.
+    """Return whether dropout is active in a module: in an ``nn.Dropout`` inside it, or as the rate of an attention.
 
     Args:
         module (nn.Module): The module.

@@ -1,4 +1,4 @@
-"""Max pooling, alone and behind a convolution with a ReLU, and VGG, which calls its layers one by one."""
+"""Max pooling, alone and after a convolution with a ReLU, and VGG, which calls its layers one by one."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from .roles import ROLES
 __all__ = ['ConvPoolBinding', 'LeanMaxPool', 'LeanVGG']
 
 
-def _fits_in_bytes(pool):
+def _check_window_size(pool):
     if pool.return_indices:
         return 'it returns indices'
     height, width = _pair(pool.kernel_size)
@@ -28,7 +28,7 @@ def _fits_in_bytes(pool):
 
 
 _POOLS = (nn.MaxPool2d, mmcv.cnn.MaxPool2d)
-ROLES['max pool'] = dict.fromkeys(_POOLS, _fits_in_bytes)
+ROLES['max pool'] = dict.fromkeys(_POOLS, _check_window_size)
 
 
 def _run_pool(form, pool, x, relu=False):
@@ -50,7 +50,7 @@ class LeanMaxPool(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return _fits_in_bytes(module)
+        return _check_window_size(module)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class ConvPoolBinding(Binding):
 
     @property
     def length_behind(self) -> int:
-        """Number of modules behind the convolution."""
+        """Number of modules after the convolution."""
         return 2 + (self.norm is not None)
 
     def __call__(self, form: Form, x: Tensor):
@@ -136,7 +136,7 @@ def _output_indices(vgg):
 
 
 def _layer(layers, i, ends):
-    """Return the operation of a convolution and of the layers behind it that it can compute.
+    """Return the operation of a convolution and of the layers after it that it can compute.
 
     Args:
         layers (list[nn.Module]): Layers of the backbone from the convolution on.

@@ -26,69 +26,72 @@ from torch import nn
 
 from .copies import problem_of_copy
 
-__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'has_a_number_as_scale', 'know']
+__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'check_number_as_scale', 'know']
 
+# Checks return why the settings of a module are unsupported, or `None` if they are supported.
 Check = Callable[[nn.Module], str | None]
 
 
 def any_setting(module: nn.Module) -> None:
-    """Accept every setting."""
+    """Accept all settings of a module: a check that finds nothing."""
 
 
-def _pads_zeros(conv):
+def _check_zero_padding(conv):
     if conv.padding_mode != 'zeros':
         return f'its padding_mode is {conv.padding_mode!r}, and only zero padding is supported'
     return f'its padding is {conv.padding!r}, and numbers are needed' if isinstance(conv.padding, str) else None
 
 
-def _pads_by_its_input_alone(conv):
+def _check_no_other_padding(conv):
     return None if conv.padding in (0, (0, 0)) else f'its padding is {conv.padding!r}, beside that by the input'
 
 
-def _has_bias(module):
+def _check_bias(module):
     return 'it has no bias' if module.bias is None else None
 
 
-def _pads_zeros_and_has_bias(conv):
-    return _pads_zeros(conv) or _has_bias(conv)
+def _check_zero_padding_and_bias(conv):
+    return _check_zero_padding(conv) or _check_bias(conv)
 
 
-def _is_pointwise(conv):
+def _check_pointwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
-    return _pads_zeros(conv) if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
+    return _check_zero_padding(conv) if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
 
 
-def _is_patchwise(conv):
+def _check_patchwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
     return (
-        _pads_zeros(conv) if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1) else 'it is no 2x2 convolution of stride 2'
+        _check_zero_padding(conv)
+        if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1)
+        else 'it is no 2x2 convolution of stride 2'
     )
 
 
-def _normalises_channels(norm):
+def _check_channel_norm(norm):
     return None if len(norm.normalized_shape) == 1 else f'it normalises over {len(norm.normalized_shape)} dimensions'
 
 
-def _has_affine_part(norm):
+def _check_affine_norm(norm):
     if norm.weight is None or norm.bias is None:
         return 'it has no weight or no bias'
-    return _normalises_channels(norm)
+    return _check_channel_norm(norm)
 
 
-def _drops_nothing(dropout):
+def _check_no_dropout(dropout):
     return f'it drops {dropout.p:g} of the values; set its rate to 0 (drop_rate, attn_drop_rate)' if dropout.p else None
 
 
-def _scales_last_dimension(scale):
+def _check_last_dimension(scale):
     last = getattr(scale, 'data_format', 'channels_last') == 'channels_last'
     return None if last else f'its data_format is {scale.data_format!r}'
 
 
-def _is_over_last_dimension(softmax):
+def _check_softmax_dimension(softmax):
     return None if softmax.dim == -1 else f'its dim is {softmax.dim}'
 
 
-def _clips_from_zero_to_six(act):
+def _check_bounds_of_relu6(act):
     bounds = act.min_val, act.max_val
     return None if bounds == (0, 6) else f'its bounds are {bounds[0]:g} and {bounds[1]:g}, and not 0 and 6'
 
@@ -106,44 +109,47 @@ _LAYER_NORMS = (
 _SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.utils.layer_scale.LayerScale')
 
 
-def _is_without_plugins(block):
+def _check_no_plugins(block):
     return 'it has plugins' if getattr(block, 'with_plugins', False) else problem_of_copy(block)
 
 
-def _has_all_tensors(norm):
+def _check_all_tensors(norm):
     if norm.weight is None or norm.bias is None or getattr(norm, 'running_mean', norm.weight) is None:
         return 'it has no weight, bias or running statistics'
     return None
 
 
-def _is_pool_and_layer(sequence):
+def _check_pool_and_layer(sequence):
     return None if len(sequence) in (2, 3) else f'it has {len(sequence)} members'
 
 
-def _keeps_the_size(conv):
-    if wrong := _pads_zeros(conv):
+def _check_same_size(conv):
+    if wrong := _check_zero_padding(conv):
         return wrong
     sizes = zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
     same = conv.stride == (1, 1) and all(2 * padding == dilation * (size - 1) for padding, dilation, size in sizes)
     return None if same else 'its output has another size than its input'
 
 
-def _is_a_convolution_alone(layer):
+def _check_lone_convolution(layer):
     if layer.with_norm or layer.with_activation or layer.with_explicit_padding:
         return 'it has a norm, an activation or a padding layer'
     return None
 
 
-def _is_convolution_and_norm(layer):
+def _check_convolution_and_norm(layer):
     plain = tuple(layer.order) == ('conv', 'norm', 'act') and not layer.with_explicit_padding
     return None if plain and layer.with_norm and not layer.with_activation else 'it is not a convolution and a norm'
 
 
-def has_a_number_as_scale(attention: nn.Module) -> str | None:
-    """Return why the scale of an attention is unsupported: a tensor may need a gradient, which operations lack.
+def check_number_as_scale(attention: nn.Module) -> str | None:
+    """Check that the scale of an attention is a number: operations compute no gradient of a scale.
 
     Args:
         attention (nn.Module): The attention.
+
+    Returns:
+        str | None: Why the scale is unsupported, or ``None``.
     """
     scale = getattr(attention, 'scale', None)
     return f'its scale is a {type(scale).__name__}, not a number' if isinstance(scale, torch.Tensor) else None
@@ -156,38 +162,38 @@ def _averages_without_padding(pool):
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
 ROLES: dict[str, dict[type | str, Check]] = {
-    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d), _pads_zeros)
-    | dict.fromkeys((Conv2dAdaptivePadding, EFFICIENTDETS_CONVOLUTION), _pads_by_its_input_alone),
+    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d), _check_zero_padding)
+    | dict.fromkeys((Conv2dAdaptivePadding, EFFICIENTDETS_CONVOLUTION), _check_no_other_padding),
     'norm of a map': dict.fromkeys(_NORMS, any_setting),
-    'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _keeps_the_size),
-    'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _is_pointwise),
-    'convolution alone': {ConvModule: _is_a_convolution_alone},
-    'convolution and norm': {ConvModule: _is_convolution_and_norm},
-    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _is_without_plugins),
-    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _pads_zeros),
-    'norm of a chain': dict.fromkeys(_NORMS, _has_all_tensors),
-    'shortcut of a chain': {nn.Sequential: _is_pool_and_layer},
+    'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _check_same_size),
+    'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _check_pointwise),
+    'convolution alone': {ConvModule: _check_lone_convolution},
+    'convolution and norm': {ConvModule: _check_convolution_and_norm},
+    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _check_no_plugins),
+    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _check_zero_padding),
+    'norm of a chain': dict.fromkeys(_NORMS, _check_all_tensors),
+    'shortcut of a chain': {nn.Sequential: _check_pool_and_layer},
     'average pool': {nn.AvgPool2d: _averages_without_padding},
     'ReLU': {nn.ReLU: any_setting},
-    'activation': dict.fromkeys(_ACTIVATIONS, any_setting) | {nn.ReLU6: _clips_from_zero_to_six},
+    'activation': dict.fromkeys(_ACTIVATIONS, any_setting) | {nn.ReLU6: _check_bounds_of_relu6},
     'GELU': {nn.GELU: any_setting},
     # A convolution in front of a norm, which the backward pass recomputes.
-    'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _pads_zeros_and_has_bias),
+    'recomputed convolution': dict.fromkeys(_CONVOLUTIONS, _check_zero_padding_and_bias),
     'linear': dict.fromkeys(_LINEARS, any_setting),
-    'linear with bias': dict.fromkeys(_LINEARS, _has_bias),
-    'pointwise with bias': dict.fromkeys(_LINEARS, _has_bias)
-    | dict.fromkeys(_CONVOLUTIONS, lambda conv: _is_pointwise(conv) or _has_bias(conv)),
-    'linear or 2x2 convolution': dict.fromkeys(_LINEARS, any_setting) | dict.fromkeys(_CONVOLUTIONS, _is_patchwise),
-    'layer norm': dict.fromkeys(_LAYER_NORMS, _normalises_channels),
-    'affine layer norm': dict.fromkeys(_LAYER_NORMS, _has_affine_part),
+    'linear with bias': dict.fromkeys(_LINEARS, _check_bias),
+    'pointwise with bias': dict.fromkeys(_LINEARS, _check_bias)
+    | dict.fromkeys(_CONVOLUTIONS, lambda conv: _check_pointwise(conv) or _check_bias(conv)),
+    'linear or 2x2 convolution': dict.fromkeys(_LINEARS, any_setting) | dict.fromkeys(_CONVOLUTIONS, _check_patchwise),
+    'layer norm': dict.fromkeys(_LAYER_NORMS, _check_channel_norm),
+    'affine layer norm': dict.fromkeys(_LAYER_NORMS, _check_affine_norm),
     'GRN': dict.fromkeys(('sbp_mmdet.models.layers.GRN', 'mmpretrain.models.utils.norm.GRN'), any_setting),
-    'dropout of rate 0': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing) | {nn.Identity: any_setting},
+    'dropout of rate 0': dict.fromkeys((nn.Dropout, Dropout), _check_no_dropout) | {nn.Identity: any_setting},
     'dropout': dict.fromkeys((nn.Dropout, Dropout, nn.Identity), any_setting),
-    'stochastic depth': dict.fromkeys((nn.Dropout, Dropout), _drops_nothing)
+    'stochastic depth': dict.fromkeys((nn.Dropout, Dropout), _check_no_dropout)
     | {nn.Identity: any_setting, DropPath: any_setting},
-    'layer scale': dict.fromkeys(_SCALES, _scales_last_dimension) | {nn.Identity: any_setting},
+    'layer scale': dict.fromkeys(_SCALES, _check_last_dimension) | {nn.Identity: any_setting},
     'identity': {nn.Identity: any_setting},
-    'softmax': {nn.Softmax: _is_over_last_dimension},
+    'softmax': {nn.Softmax: _check_softmax_dimension},
     'patches': {nn.Unfold: any_setting},
     'list of layers': dict.fromkeys((nn.Sequential, Sequential), any_setting),
     'holder': dict.fromkeys(('sbp_mmdet.models.vit.Holder',), any_setting),
@@ -200,9 +206,9 @@ ROLES: dict[str, dict[type | str, Check]] = {
         ('mmdet.models.backbones.swin.ShiftWindowMSA', 'mmpretrain.models.utils.attention.ShiftWindowMSA'), any_setting
     ),
     'window attention': dict.fromkeys(
-        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), has_a_number_as_scale
+        ('mmdet.models.backbones.swin.WindowMSA', 'mmpretrain.models.utils.attention.WindowMSA'), check_number_as_scale
     ),
-    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), has_a_number_as_scale),
+    'attention': dict.fromkeys(('mmpretrain.models.utils.attention.MultiheadAttention',), check_number_as_scale),
 }
 _RECOMPUTABLE_MODULES = (
     *(*_LINEARS, nn.modules.linear.NonDynamicallyQuantizableLinear, *_CONVOLUTIONS, nn.LayerNorm, DropPath, Dropout),

@@ -14,7 +14,7 @@ from ..presets import Settings
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, NormLinearBinding, PatchNormBinding, mlp_of_ffn
 from .convnext import LeanLayerNorm
-from .parameters import Remembered, affine_of_all
+from .parameters import Remembered, weights_and_biases
 
 __all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
 
@@ -44,7 +44,7 @@ class WindowAttentionBinding(Binding):
         if min(size) == self.attn.window_size and not getattr(self.attn, 'pad_small_map', True):
             shift = 0  # mmpretrain does not shift a map of one window
         settings = settings(form, shift, tuple(size), autocast_dtype(x) or x.dtype)
-        *layers, proj_weight, proj_bias = affine_of_all(layers)
+        *layers, proj_weight, proj_bias = weights_and_biases(layers)
         table, index = msa.relative_position_bias_table, msa.relative_position_index
         return window_attention(settings, WindowTensors(x, *layers, table, proj_weight, proj_bias, index, factor))
 
@@ -81,7 +81,7 @@ class WindowAttentionBinding(Binding):
 
 
 def _settings_of_attention(heads, window, scale, eps, form, shift, size, dtype):
-    """Return the settings of window attention; those behind ``eps`` are found in each step."""
+    """Return the settings of window attention; those after ``eps`` are read in each step."""
     return WindowSettings(form, heads, window, shift, size, scale, eps, dtype=dtype)
 
 
@@ -150,7 +150,7 @@ class _LeanPatchMerging(LeanModule):
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
-        return 'its norm stands behind the linear layer' if getattr(module, 'use_post_norm', False) else None
+        return 'its norm follows the linear layer' if getattr(module, 'use_post_norm', False) else None
 
 
 class _LeanPatchEmbed(LeanModule):

@@ -74,13 +74,13 @@ class LeanTransformerEncoderLayer(LeanViTBlock):
 
 def _attention_of(block):
     attn = block.attn
-    if reason := _odd_attention(attn):
+    if reason := _problem_of_attention(attn):
         return UnsupportedBinding(attn, reason)
     holders = ((attn, 'attention'), (attn.gamma1, 'layer scale'), (attn.proj_drop, 'dropout of rate 0'))
     return SelfAttentionBinding(block.ln1, attn.qkv, attn.proj, attn.num_heads, attn.gamma1, attn.out_drop, holders)
 
 
-def _odd_attention(attn):
+def _problem_of_attention(attn):
     """Return why mmpretrain's attention is unsupported, or ``None``."""
     if getattr(attn, 'attn_drop', None):
         return 'its attention has dropout; set attn_drop_rate to 0'

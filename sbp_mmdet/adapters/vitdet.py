@@ -17,21 +17,21 @@ from ..ops.decomposed_attention import (
 )
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, ChannelMLPBinding, LayerNormBinding
-from .roles import ROLES, has_a_number_as_scale, know
+from .roles import ROLES, check_number_as_scale, know
 
 __all__ = ['DecomposedAttentionBinding', 'LeanLN2d', 'LeanViTDetBlock']
 
 _PROJECT = 'projects.ViTDet.vitdet.vit'
 
 
-def _scales_by_width(attention):
-    if problem := has_a_number_as_scale(attention):
+def _check_scale(attention):
+    if problem := check_number_as_scale(attention):
         return problem
     width = attention.qkv.in_features // attention.num_heads
     return None if attention.scale == width**-0.5 else f'its scale is {attention.scale}, not 1 / sqrt({width})'
 
 
-ROLES['attention of a map'] = {f'{_PROJECT}.Attention': _scales_by_width}
+ROLES['attention of a map'] = {f'{_PROJECT}.Attention': _check_scale}
 ROLES['MLP of a map'] = {f'{_PROJECT}.Mlp': lambda mlp: None}
 know('layer norm', f'{_PROJECT}.LN2d')
 

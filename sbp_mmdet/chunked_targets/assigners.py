@@ -110,7 +110,7 @@ class _PairsInChunks(Mixin):
         rows, columns = len(first), len(second)
         if is_aligned:
             return whole(*args, **kwargs)
-        if boxes := _find_corners(self, first, second, mode):
+        if boxes := _as_plain_boxes(self, first, second, mode):
             first, second = boxes
             out, pairs = first.new_empty(rows, columns), _MORE_IN_PLACE * self.pairs
             for place, *strip in _strips(first, second, min(pairs, LARGEST_STRIP.get(out.device.type, pairs))):
@@ -143,8 +143,8 @@ def _strips(first, second, pairs):
             yield (slice(None), strip), first, second[strip]
 
 
-def _find_corners(calculator, first, second, mode) -> tuple[Tensor, Tensor] | None:
-    """Return the boxes whose overlaps :func:`.write_overlaps` computes as the calculator does, or ``None``."""
+def _as_plain_boxes(calculator, first, second, mode) -> tuple[Tensor, Tensor] | None:
+    """Return both arguments as boxes (K, 4) if :func:`.write_overlaps` can replace the calculator, else ``None``."""
     kind = stock_class(type(calculator))
     if kind is not BboxOverlaps2D or calculator.dtype is not None or mode not in ('iou', 'iof'):
         return None

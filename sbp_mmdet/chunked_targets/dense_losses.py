@@ -85,7 +85,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx, loss: Callable, module: nn.Module, rows: int, pred: Tensor, *others: Tensor | None):
         ctx.loss, ctx.rows, ctx.dtype = loss, rows, autocast_dtype(pred)
         ctx.save_for_backward(pred, *others)
-        total = sum(_part(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
+        total = sum(_chunk_loss(ctx, chunk) for chunk in _chunks(ctx, (pred, *others)))
         ctx.state = ModuleState(submodules([module]))  # its weight may have changed before the backward pass
         return total
 
@@ -99,7 +99,7 @@ class _Sum(torch.autograd.Function):
             for place, (part, *rest) in zip(places, _chunks(ctx, (pred, *others)), strict=True):
                 with torch.enable_grad():
                     part = part.detach().requires_grad_()
-                    total = _part(ctx, (part, *rest))
+                    total = _chunk_loss(ctx, (part, *rest))
                 place.copy_(*torch.autograd.grad(total, part, grad))
         return None, None, None, result, *[None] * len(others)
 
@@ -110,7 +110,7 @@ def _chunks(ctx, tensors: Sequence[Tensor | None]):
     return zip(*([None] * number if x is None else x.split(ctx.rows) for x in tensors), strict=True)
 
 
-def _part(ctx, chunk):
+def _chunk_loss(ctx, chunk):
     """Return the loss of a chunk, in the precision of the forward pass."""
     device = chunk[0].device.type
     with torch.autocast(device, dtype=ctx.dtype, enabled=ctx.dtype is not None, cache_enabled=False):

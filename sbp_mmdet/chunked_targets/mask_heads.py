@@ -31,7 +31,7 @@ def mask_heads_in_chunks(model: nn.Module, number: int) -> list[str]:
 
 
 class _CropsInChunks(Mixin):
-    """A mask head that passes ground truth on which is cropped in chunks; the batch itself stays as it is.
+    """A mask head that crops its ground truth in chunks, see :class:`CroppedInChunks`. The batch is not changed.
 
     Attributes:
         masks_at_a_time (int): Number of whole masks that exist as floats at a time.
@@ -48,7 +48,7 @@ class _CropsInChunks(Mixin):
 
 
 class CroppedInChunks(BitmapMasks):
-    """Masks of an image, from which boxes are cropped without a float copy of the whole mask for each box.
+    """Masks of an image that are cropped to boxes without a float copy of the whole mask for each box.
 
     mmdet sends all masks of an image to the device and makes a float copy for each box. Here RoIAlign reads the mask of
     a box's object by its index, so each mask is copied once, and some masks at a time.

@@ -33,7 +33,7 @@ def query_heads_in_chunks(model: nn.Module, number: int) -> dict[str, list[str]]
     parts = '_loss_by_feat_single', '_get_targets_single'
     checkpointed = mix_into_known(model, _CheckpointedLosses, lambda head: has_methods_of(head, MaskFormerHead, *parts))
     sampled = mix_into_known(
-        model, _ByteMasks, lambda head: has_methods_of(head, Mask2FormerHead, 'preprocess_gt', *parts)
+        model, _HeadWithByteMasks, lambda head: has_methods_of(head, Mask2FormerHead, 'preprocess_gt', *parts)
     )
     for head in sampled.values():
         head.masks_at_a_time = number
@@ -91,8 +91,8 @@ class _Replay:
         return getattr(self.assigner, name)
 
 
-class _ByteMasks(Mixin):
-    """A Mask2Former head whose ground truth takes a byte for each pixel; the batch itself stays as it is.
+class _HeadWithByteMasks(Mixin):
+    """A Mask2Former head that keeps its ground truth masks in one byte for each pixel. The batch is not changed.
 
     Attributes:
         masks_at_a_time (int): Number of masks from which points are sampled at a time.
@@ -103,17 +103,17 @@ class _ByteMasks(Mixin):
         for instances in batch_gt_instances:
             if type(instances.masks) is BitmapMasks:
                 instances = copy.copy(instances)
-                instances.masks = _AsBytes(instances.masks, _bytes(self.masks_at_a_time))
+                instances.masks = _ByteBitmapMasks(instances.masks, _byte_mask_class(self.masks_at_a_time))
             given.append(instances)
         return super().preprocess_gt(given, *args, **kwargs)
 
 
-class _AsBytes(BitmapMasks):
-    """Masks of an image whose tensor is a :class:`_Bytes`.
+class _ByteBitmapMasks(BitmapMasks):
+    """Masks of an image that are converted to a :class:`_ByteMaskTensor`.
 
     Args:
         masks (BitmapMasks): The masks; their memory is shared.
-        kind (type[_Bytes]): Class of the tensor.
+        kind (type[_ByteMaskTensor]): Class of the tensor.
     """
 
     def __init__(self, masks, kind):
@@ -130,11 +130,10 @@ def _as_subclass(x, kind):
         return x.as_subclass(kind)
 
 
-class _Bytes(torch.Tensor):
-    """Masks of zeros and ones with a byte for each pixel.
+class _ByteMaskTensor(torch.Tensor):
+    """Masks of zeros and ones that remain bytes where mmdet converts them to integers or floats.
 
-    Where mmdet converts masks to integers or floats they stay as they are, and where it samples points of them,
-    ``at_a_time`` of the masks are converted.
+    Where mmdet samples points of the masks, ``at_a_time`` of them are converted at a time.
     """
 
     @classmethod
@@ -152,6 +151,6 @@ class _Bytes(torch.Tensor):
 
 
 @functools.cache
-def _bytes(number):
-    """Return the class of masks of which ``number`` are sampled at a time."""
-    return type('_Bytes', (_Bytes,), dict(at_a_time=number))
+def _byte_mask_class(number):
+    """Return the subclass of :class:`_ByteMaskTensor` that samples ``number`` masks at a time."""
+    return type('_ByteMaskTensor', (_ByteMaskTensor,), dict(at_a_time=number))

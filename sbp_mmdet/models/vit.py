@@ -49,7 +49,7 @@ class LayerScale(nn.Module):
 
 
 class Holder(nn.Module):
-    """Container of modules that the block around it calls, for the names of their parameters.
+    """Container that gives its modules timm's parameter names. The block around it calls the modules.
 
     Args:
         **children (nn.Module): The modules by name.
@@ -62,7 +62,7 @@ class Holder(nn.Module):
 
 
 class ViTBlock(BaseModule):
-    """Attention, then the MLP, each behind a layer norm and with a residual connection.
+    """Attention, then the MLP, each after a layer norm and with a residual connection.
 
     Args:
         channels (int): Number of channels C.

@@ -34,7 +34,7 @@ __all__ = ['LAYOUTS', 'Layout', 'quiet', 'rename_weights']
 
 
 class Layout(NamedTuple):
-    """Names that a source of weights gives them.
+    """Naming scheme of the weights from one source.
 
     Attributes:
         name (str): Name in the log.
@@ -59,7 +59,7 @@ _CONVNEXT_BLOCK = (
     (r'\.(mlp\.)?grn\.weight$', '.grn.gamma'),
     (r'\.(mlp\.)?grn\.bias$', '.grn.beta'),
 )
-# The norm behind the classifier's pooling is that of the last stage's output, as mmpretrain has it.
+# The norm after the classifier's pooling is that of the last stage's output, as mmpretrain has it.
 _CONVNEXT_LAST = ((r'^(norm|norms\.{last}|layernorm|layer_norm|head\.norm)\.', 'norm{last}.'),)
 
 LAYOUTS = {

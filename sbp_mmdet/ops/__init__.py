@@ -1,13 +1,14 @@
 """Operations: each file holds a forward and a backward pass, whose saved tensors are chosen by hand.
 
 An operation computes the same output as the modules that it stands for, saves less for the backward pass, and
-recomputes the rest there. Its one argument from the paper is ``positions``: the kept positions of Algorithm 1
+recomputes the rest there. Inside of an operation, ``s`` stands for its settings, ``t`` for its tensors, and ``needs``
+for which of them need gradients. Its one argument from the paper is ``positions``: the kept positions of Algorithm 1
 (section 3.4), or ``None`` if all send gradients.
 
 For the kept positions, the channel MLP saves the input of its norm, or under autocast the normalised input x-hat
 without the affine part of the norm. If the convolution that made the input can be recomputed
 (:mod:`.common.rerun_conv`), it saves neither. The hidden layer is recomputed. In half precision, the affine part of the
-norm is folded into the weights behind it. With
+norm is folded into the weights that follow it. With
 
     W1' = W1 diag(w_ln),  b1' = b1 + W1 b_ln,  h = x-hat W1'^T + b1',  y = GELU(h) W2^T + b2,
 
@@ -23,5 +24,5 @@ parameters are saved uncast, so no cast copy of a weight outlives the forward pa
 
 :class:`.common.autograd_function.Form` says how an operation computes and saves: rounded to eight bits
 (:func:`.common.precision.store`), or with weight gradients from a sample of the rows
-(:func:`.common.row_sampling.draw`). The forward pass is always exact.
+(:func:`.common.row_sampling.sample_rows`). The forward pass is always exact.
 """

@@ -1,4 +1,4 @@
-"""Activation of a feature map by itself, which saves its input; the layer behind recomputes the output from it."""
+"""Activation of a feature map by itself, which saves its input; the next layer recomputes the output from it."""
 
 import dataclasses
 from typing import NamedTuple

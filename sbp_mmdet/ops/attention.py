@@ -33,10 +33,19 @@ from ..stochastic_backprop.masks import Positions
 from .attention_reference import reference_attention
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.flash import attend, attend_backward, to_heads, to_rows
-from .common.folding import add_branch, bias_or_zeros, fold, normalise, normalise_backward, unfold, unscale
+from .common.folding import (
+    add_branch,
+    bias_or_zeros,
+    fold,
+    normalise,
+    normalise_backward,
+    scale_into_range,
+    unfold,
+    unscale,
+)
 from .common.layouts import Chunk, add_rows_
-from .common.precision import Stored, accumulate, column_sums, in_range, store
-from .common.row_sampling import draw
+from .common.precision import Stored, accumulate, column_sums, store
+from .common.row_sampling import sample_rows
 from .common.stochastic_depth import factor_for
 
 __all__ = ['AttentionSettings', 'AttentionTensors', 'attention']
@@ -267,17 +276,17 @@ def _activations(settings, saved, xhat, weight, bias):
     return q, k, v, to_rows(out), lse
 
 
-def _estimate_product(drawn, a, b):
+def _estimate_product(sampled, a, b):
     """Compute a^T b of rows (N, K, ...) in full precision, estimated if rows are sampled."""
-    return accumulate(None, drawn.divided(a.flatten(0, 1)), drawn.of(b.flatten(0, 1)))
+    return accumulate(None, sampled.take_weighted(a.flatten(0, 1)), sampled.take(b.flatten(0, 1)))
 
 
 def _projection_gradients(settings, t, needs, incoming, out):
-    """Return the gradients of projection and layer scale from A = g^T O, see the package's docstring."""
+    """Return the gradients of projection and layer scale from A = g^T O, see :mod:`sbp_mmdet.ops`."""
     outer, unit, total = None, None, column_sums(incoming.flatten(0, 1))
     if needs.proj_weight or needs.gamma:
-        rows, unit = in_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
-        outer = _estimate_product(draw(settings.form.sample, rows), rows[None], out)
+        rows, unit = scale_into_range(incoming.flatten(0, 1), t.gamma, settings.dtype)
+        outer = _estimate_product(sample_rows(settings.form.sample, rows), rows[None], out)
     weight = None if t.gamma is None else _select_heads(t.proj_weight, settings, t)
     dw, db, dgamma = unscale(outer, total, weight, t.proj_bias, t.gamma, unit)
     return None if dw is None else _scatter_heads(dw, _head_channels(settings, t), 1, t.proj_weight), db, dgamma
@@ -291,8 +300,8 @@ def _layer_gradients(settings, t, needs, xhat, parts, queries):
     dw = None
     if needs.norm_weight or needs.qkv_weight:
         rows = (take(xhat, queries), xhat, xhat)
-        drawn = draw(settings.form.sample, *(part.flatten(0, 1) for part in parts))
-        dw = torch.cat([_estimate_product(drawn, part, seen) for part, seen in zip(parts, rows, strict=True)])
+        sampled = sample_rows(settings.form.sample, *(part.flatten(0, 1) for part in parts))
+        dw = torch.cat([_estimate_product(sampled, part, seen) for part, seen in zip(parts, rows, strict=True)])
         dw = _scatter_heads(dw, channels, 0, t.qkv_weight)
     return unfold(dw, db, t.qkv_weight, t.norm_weight, t.norm_bias)
 

@@ -155,19 +155,19 @@ def _by_heads(s, rows):
     return rows.unflatten(-1, (s.num_heads, -1)).transpose(-2, -3)
 
 
-def _read_text(s, t, text):
+def _project_text(s, t, text):
     """Compute normalised tokens of a text, shape (N, T, C), and its keys and values, shape (N, h, T, d)."""
     z = _norm(s, t, text, 'l')
     return z, *(_by_heads(s, _linear(s, t, z, name)) for name in ('key', 'value_l'))
 
 
-def _write_text(s, t, z, out):
+def _update_text(s, t, z, out):
     """Compute the new tokens of a text from the output (N, h, T, d) of its attention."""
     return z + t['gamma_l'] * _linear(s, t, out.transpose(1, 2).flatten(2), 'out_l')
 
 
-def _write_image_rows(s, t, rows, key, value, bias):
-    """Compute the new tokens x' of an image for some of its tokens, their scores S in full precision, and their values.
+def _update_image_rows(s, t, rows, key, value, bias):
+    """Compute the new tokens x' for some tokens of an image, and the scores S (in full precision) and values of these.
 
     Args:
         s (BiAttentionSettings): Settings with a dtype.
@@ -208,7 +208,7 @@ def _cut_rows(s, t):
 def _forward(s, tensors, needs):
     t = tensors
     named = t._asdict()
-    z, key, value = _read_text(s, named, t.text)
+    z, key, value = _project_text(s, named, t.text)
     state = random_state(t.x.device, s.dropout)
     full = accumulator(t.x)
     shape = (len(t.x), s.num_heads, t.text.shape[1])
@@ -217,7 +217,7 @@ def _forward(s, tensors, needs):
     image = t.x.new_empty(t.x.shape, dtype=torch.promote_types(t.x.dtype, t.gamma_v.dtype))
     for n in range(len(t.x)):
         for part in _cut_rows(s, t):
-            rows, scores, own = _write_image_rows(s, named, t.x[n, part], key[n], value[n], _take_image(t.bias, n))
+            rows, scores, own = _update_image_rows(s, named, t.x[n, part], key[n], value[n], _take_image(t.bias, n))
             image[n, part] = rows
             if t.mask is not None:
                 scores = scores.masked_fill(t.mask[n, part, None], float('-inf'))
@@ -227,7 +227,7 @@ def _forward(s, tensors, needs):
             top[n], total[n] = new, total[n] * scale + weights.sum(1)
             out[n] = out[n] * scale[..., None] + (_apply_dropout(s, weights).to(s.dtype).mT @ own)
     out = (out / total[..., None]).to(s.dtype)
-    text = _write_text(s, named, z, out)
+    text = _update_text(s, named, z, out)
     return torch.cat([image, text.to(image.dtype)], 1), BiAttentionSaved(t, out, top + total.log(), state)
 
 
@@ -243,9 +243,9 @@ def _backward(s, saved, grad, needs):
     names = _list_needed(needs, ['text'], _OF_TEXT, 'gamma_l')
     with torch.enable_grad():
         own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
-        z, key, value = _read_text(s, own, own['text'])
+        z, key, value = _project_text(s, own, own['text'])
         out = out.detach().requires_grad_()
-        text = _write_text(s, own, z, out)
+        text = _update_text(s, own, z, out)
     (dout,) = torch.autograd.grad(text, [out], of_text.to(text.dtype), retain_graph=True)
     with replayed(grad.device, saved.state):
         gradients, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
@@ -275,7 +275,7 @@ def _rows_backward(s, saved, grad, needs, dout, key, value):
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (t.x[n, part], key[n], value[n])]
                 own = t._asdict() | {name: getattr(t, name).detach().requires_grad_() for name in names}
-                rows_made = _write_image_rows(s, own, *leaves, _take_image(t.bias, n))
+                rows_made = _update_image_rows(s, own, *leaves, _take_image(t.bias, n))
             weights = (rows_made[1].detach() - lse[n, :, None]).exp()  # P transposed, P = exp(S^T - lse)
             if t.mask is not None:
                 weights = weights.masked_fill(t.mask[n, part, None], 0.0)

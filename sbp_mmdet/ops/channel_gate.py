@@ -2,7 +2,7 @@
 
     y = g x,   dx = g dy,   dg = sum of x dy over the positions
 
-x is what the layer in front saves, and g is small, so the layer behind recomputes y from both and saves no map.
+x is what the layer in front saves, and g is small, so the next layer recomputes y from both and saves no map.
 """
 
 import dataclasses

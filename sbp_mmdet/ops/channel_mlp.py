@@ -81,7 +81,7 @@ class MLPTensors(NamedTuple):
 
     Attributes:
         x (Tensor): Input of the norm, tokens (N, L, C) or a feature map (N, C, H, W).
-        shortcut (Tensor): What the branch is added to, of the same shape.
+        shortcut (Tensor): Tensor that the branch is added to, of the same shape as ``x``.
         norm_weight, norm_bias (Tensor | None): Affine part of the layer norm, shape (C,).
         weight1, bias1 (Tensor): First pointwise layer, shapes (D, C) and (D,).
         weight2, bias2 (Tensor): Second pointwise layer, shapes (C, D) and (C,).
@@ -165,15 +165,15 @@ def _forward(settings, tensors, needs):
 
 
 def _normed(settings, weights, rows):
-    """Return rows of the input behind the norm, or x-hat if the norm is folded into the first layer."""
+    """Return rows of the input after the norm, or x-hat if the norm is folded into the first layer."""
     if weights.norm is None:
         return normalise(rows, settings.eps, settings.dtype)[0]
     return weights.norm.run(rows)[0]
 
 
 def _run_rows(settings, weights, rows):
-    """Return the branch of rows behind the norm, without layer scale."""
-    weight2, bias2 = weights.others
+    """Return the branch of rows after the norm, without layer scale."""
+    weight2, bias2 = weights.second
     hidden = aten.gelu_.default(weights.hidden(rows), approximate=settings.approximate)
     return F.linear(hidden, weight2, bias2)
 
@@ -196,6 +196,10 @@ def _saves_normalised(settings, t):
 
 
 def _save(settings, tensors, needs, normalised=None, weights=None):
+    """Return what the backward pass needs, or ``None`` if only the shortcut gets a gradient.
+
+    The forward pass gives ``normalised`` and ``weights`` if it has computed them.
+    """
     s, t = settings, tensors
     keep = s.form.kept(t.positions)
     through_gelu = needs.x or needs.norm_weight or needs.norm_bias or needs.weight1 or needs.bias1
@@ -214,7 +218,7 @@ def _save(settings, tensors, needs, normalised=None, weights=None):
     b1 = None
     if hidden and folds_norm(s, is_normalised):
         b1 = cast(fold_bias(t.weight1, t.bias1, t.norm_bias), s.dtype) if weights is None else weights.b1
-    given = MLPTensors(None, None, *t[2:10], None, t.conv if hidden else None)
+    given = MLPTensors(None, None, *t[2:10], None, t.conv if hidden else None)  # 2 to 9: norm_weight to factor
     return MLPSaved(source, is_normalised, rstd, b1, keep, given, layout_of(t.x), t.x.dtype)
 
 

@@ -41,11 +41,11 @@ from .common.layouts import (
     from_rows,
     in_shape,
     laid_out,
-    put_together,
+    scatter_rows,
     tokens_of,
 )
 from .common.precision import FULL, Stored, Sums, cast, cast_all, zeros_for
-from .common.row_sampling import add_mean_term_, centre_, draw, some_rows
+from .common.row_sampling import add_mean_term_, centre_, rows_of_means, sample_rows
 from .common.token_norm import TokenNorm
 
 __all__ = ['BackwardPass', 'MLPSaved', 'MLPWeights', 'chunks_of_map', 'folds_norm']
@@ -88,28 +88,28 @@ class MLPWeights:
         settings (MLPSettings): Settings with a dtype.
         t (MLPTensors): Inputs.
         folds (bool): Whether the norm is folded into the first layer.
-        others (Sequence[Tensor]): Further tensors to cast, in the same launch as others of the MLP. Default: none.
+        second (Sequence[Tensor]): Weight and bias of the second layer, if they are needed. Default: none.
         b1 (Tensor | None): The folded bias. If ``None``, it is computed. Default: None.
 
     Attributes:
         norm (TokenNorm | None): The norm. If ``None``, it is folded into the first layer.
         w1, b1 (Tensor): First layer.
-        others (list[Tensor]): The further tensors.
+        second (list[Tensor]): Second layer: w2 and b2, or empty.
     """
 
-    def __init__(self, settings, t, folds, others=(), b1=None):
+    def __init__(self, settings, t, folds, second=(), b1=None):
         dtype = settings.dtype
         if folds:
             self.norm = None
             b1 = fold_bias(t.weight1, t.bias1, t.norm_bias) if b1 is None else b1
-            self.b1, *self.others = cast_all((b1, *others), dtype)
+            self.b1, *self.second = cast_all((b1, *second), dtype)  # in one launch
             self.w1 = fold_weight(t.weight1, t.norm_weight, dtype)
         else:
             self.norm = TokenNorm(t.norm_weight, t.norm_bias, settings.eps, dtype)
-            self.w1, self.b1, *self.others = cast_all((t.weight1, t.bias1, *others), dtype)
+            self.w1, self.b1, *self.second = cast_all((t.weight1, t.bias1, *second), dtype)
 
     def hidden(self, rows: Tensor) -> Tensor:
-        """Return the hidden layer of rows behind the norm, or of x-hat, before the GELU."""
+        """Return the hidden layer of rows after the norm, or of x-hat, before the GELU."""
         return F.linear(rows, self.w1, self.b1)
 
 
@@ -146,6 +146,10 @@ class BackwardPass:
         needs (MLPGradients): Which gradients are needed.
 
     Attributes:
+        needs_of_norm (tuple[bool, bool, bool]): Whether the gradients of the norm's input, weight and bias are needed.
+        needs_first (bool): Whether a gradient is needed that comes through the GELU.
+        needs_outer (bool): Whether A = g^T GELU(h) is needed.
+        needs_product (bool): Whether dW1, or dW1' of the folded layer, is needed.
         scale (Tensor | float | None): Layer scale times the number of stochastic depth. If ``None``, 1.
         unit (Tensor | None): What each channel of g is divided by, shape (C,): in fp16, rows are not multiplied by a
             small layer scale for A, but brought into range. If ``None``, 1. ``by`` is its reciprocal.
@@ -158,9 +162,9 @@ class BackwardPass:
         t = saved.given
         self.settings, self.saved, self.t, self.grad, self.needs = settings, saved, t, grad, needs
         self.dtype, self.full = settings.dtype, torch.float64 if settings.dtype is torch.float64 else torch.float32
-        self.of_norm = needs.x, needs.norm_weight, needs.norm_bias
-        self.first = any(self.of_norm) or needs.weight1 or needs.bias1
-        self.outer = needs.weight2 or needs.gamma
+        self.needs_of_norm = needs.x, needs.norm_weight, needs.norm_bias
+        self.needs_first = any(self.needs_of_norm) or needs.weight1 or needs.bias1
+        self.needs_outer = needs.weight2 or needs.gamma
         self.folds = folds_norm(settings, saved.is_normalised)
         self.weights = MLPWeights(settings, t, self.folds, b1=saved.b1)
         # Stochastic depth is a factor of each image, or a number that layer scale is multiplied by.
@@ -183,7 +187,7 @@ class BackwardPass:
             self.w2 = torch.mul(t.weight2, self.column, out=torch.empty_like(t.weight2, dtype=self.dtype))
         self.means = None, None
         self.needs_product = needs.weight1 or (self.folds and needs.norm_weight)
-        self._samples = settings.form.sample and (self.outer or self.needs_product)
+        self._samples = settings.form.sample and (self.needs_outer or self.needs_product)
         # By the name of the parameter whose gradient follows from it.
         self.sums = Sums({})
 
@@ -199,7 +203,7 @@ class BackwardPass:
             x = tokens_of(x)
             source = Stored(x if keep is None else take(x, keep))
         if self._samples and tokens.numel():
-            some = some_rows(len(tokens), source.values.shape[1])
+            some = rows_of_means(len(tokens), source.values.shape[1])
             self._find_means(*self._activations(source, some)[:2])
         dx = self._allocate_gradient(source) if self.needs.x else None
         for chunk in parts:
@@ -208,7 +212,7 @@ class BackwardPass:
                 part = chunk.take_rows(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
             self._add(part, source, chunk, None if dx is None else dx[chunk.images, chunk.rows])
         if dx is not None:
-            dx = laid_out(in_shape(put_together(dx, keep, tokens.shape[1]), grad.shape), self.saved.layout)
+            dx = laid_out(in_shape(scatter_rows(dx, keep, tokens.shape[1]), grad.shape), self.saved.layout)
         return dx, self._gradients()
 
     def _run_whole(self, x):
@@ -257,7 +261,7 @@ class BackwardPass:
         return weights.hidden(rows), rows, (rows, rstd)
 
     def _find_means(self, hidden, rows):
-        """Compute means of the first layer's input and of the hidden layer after the GELU, over :func:`.some_rows`."""
+        """Compute means of the first layer's input and of GELU(h) over some rows, see :func:`.rows_of_means`."""
         self.means = rows.mean(0), F.gelu(hidden, approximate=self.settings.approximate).mean(0)
 
     def _add(self, part, source, chunk=None, out=None):
@@ -273,25 +277,28 @@ class BackwardPass:
         factor = None if self.factor is None else self.factor[chunk.images]
         (rows, total), dx = incoming_rows(part, self.dtype, factor, self.by), None
         terms = dict(bias2=total)
-        if self.outer or self.first:
+        if self.needs_outer or self.needs_first:
             dx = self._add_through_layers(rows, source, chunk, terms, out)
         self.sums.add(terms)
         return dx
 
     def _add_through_layers(self, g, source, chunk, terms, out):
-        """Add rows to the sums of products, find the terms of the others, and return the gradient of the input."""
+        """Return the gradient of the input, and compute the gradients of the parameters that come from some rows.
+
+        Those of ``weight1`` and ``weight2`` are added to the sums, the others are put into ``terms``.
+        """
         sums, approximate, weights = self.sums, self.settings.approximate, self.weights
         hidden, rows, normed = self._activations(source, chunk)
         if self._samples and chunk is None:
             images = self.grad.shape[0]
-            some = some_rows(images, len(g) // images)
+            some = rows_of_means(images, len(g) // images)
             self._find_means(*[some.take_rows(part.view(images, -1, part.shape[1])) for part in (hidden, rows)])
-        drawn = draw(self.settings.form.sample, g)
-        if self.outer:
-            active = F.gelu(drawn.of(hidden), approximate=approximate)
-            sums.add_product('weight2', drawn.divided(g), centre_(active, self.means[1]))
+        sampled = sample_rows(self.settings.form.sample, g)
+        if self.needs_outer:
+            active = F.gelu(sampled.take(hidden), approximate=approximate)
+            sums.add_product('weight2', sampled.take_weighted(g), centre_(active, self.means[1]))
             del active
-        if not self.first:
+        if not self.needs_first:
             return None
         g = g if self.unit is None else g.mul_(self.scale_of_rows)
         dh = torch.mm(g, self.w2)
@@ -299,14 +306,16 @@ class BackwardPass:
         del g, hidden
         terms['bias1'] = dh.sum(0, dtype=self.full)
         if self.needs_product:
-            sums.add_product('weight1', drawn.divided(dh), centre_(drawn.of(rows), self.means[0]))
-        if not (self.needs.x if self.folds else any(self.of_norm)):
+            sums.add_product('weight1', sampled.take_weighted(dh), centre_(sampled.take(rows), self.means[0]))
+        if not (self.needs.x if self.folds else any(self.needs_of_norm)):
             return None
         dy = torch.mm(dh, weights.w1)
         del dh
         if self.folds:
             return normalise_backward(dy, *normed, self.saved.dtype, out)
-        dx, terms['norm_weight'], terms['norm_bias'] = weights.norm.backward(dy, normed[0], normed[1:], self.of_norm)
+        dx, terms['norm_weight'], terms['norm_bias'] = weights.norm.backward(
+            dy, normed[0], normed[1:], self.needs_of_norm
+        )
         return dx if out is None else out.copy_(dx.view(out.shape))
 
     def _gradients(self):
@@ -316,10 +325,10 @@ class BackwardPass:
         if not sums:  # there were no rows
             given = {name: getattr(t, name) for name in _PARAMETERS}
             sums = {name: None if p is None else zeros_for(p) for name, p in given.items()}
-        total, b1 = sums['bias2'], sums['bias1'] if self.first else None
+        total, b1 = sums['bias2'], sums['bias1'] if self.needs_first else None
         w1 = add_mean_term_(sums['weight1'], b1, self.means[0]) if self.needs_product else None
         outer = None
-        if self.outer:
+        if self.needs_outer:
             mean = self.means[1]
             outer = add_mean_term_(sums['weight2'], total if mean is None or unit is None else total / unit, mean)
         if not self.folds:

@@ -3,7 +3,7 @@
     a = GELU(h),  G = norm of a over the positions of an image,  n = G / (mean of G over the channels + eps),
     u = (1 + w n) a + b,  y = u W2^T + b2
 
-with h as in the package's docstring. GRN reads all positions, so it is not position-wise and none can be dropped.
+with h as in :mod:`sbp_mmdet.ops`. GRN reads all positions, so it is not position-wise and none can be dropped.
 
 x-hat, its reciprocal deviation and G, one number for each image and channel, are saved. With m = mean of G + eps and
 s = sum over the positions of du * a, the gradient that reaches a is
@@ -31,13 +31,14 @@ from .common.folding import (
     fold_weight,
     normalise,
     normalise_backward,
+    scale_into_range,
     unfold,
     unscale,
 )
 from .common.layouts import chunks, in_shape, tokens_of
-from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, in_range, store, zeros_for
+from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, store, zeros_for
 from .common.rerun_conv import Conv
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 from .common.stochastic_depth import factor_for
 
 __all__ = ['GRNSettings', 'GRNTensors', 'grn_mlp']
@@ -103,7 +104,7 @@ class GRNSaved(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The folded weights W1', b1', and W2, b2 of the package's docstring, in the precision of matrix products."""
+    """The folded weights W1', b1', and W2, b2 of :mod:`sbp_mmdet.ops`, in the precision of matrix products."""
 
     w1: Tensor
     b1: Tensor
@@ -172,7 +173,7 @@ def _backward(settings, saved, grad, needs):
     g = g.reshape(-1, g.shape[2])
     total = column_sums(g)
     scaled = (g if t.gamma is None else g * t.gamma).to(settings.dtype).view(xhat.shape)
-    outer, unit = in_range(g, t.gamma, settings.dtype)
+    outer, unit = scale_into_range(g, t.gamma, settings.dtype)
     outer = outer.view(xhat.shape)
     del g
     response = _Response.of_norm(settings, t, saved.response)
@@ -247,10 +248,10 @@ def _add_second_layer(settings, t, response, sums, chunk, hidden, outer):
     sums.responses[chunk.images] += _by_image(chunk, products).sum(1)
     del products
     sums.grn_bias.add_(column_sums(du))
-    drawn = draw(settings.form.sample, outer)
+    sampled = sample_rows(settings.form.sample, outer)
     scale = response.scale[chunk.images].to(a.dtype).unsqueeze(1)
     u = torch.addcmul(t.grn_bias.to(a.dtype), _by_image(chunk, a), scale).flatten(0, 1)
-    accumulate(sums.outer, drawn.divided(outer), drawn.of(u))  # A = g^T u, its rows divided by unit
+    accumulate(sums.outer, sampled.take_weighted(outer), sampled.take(u))  # A = g^T u, its rows divided by unit
 
 
 def _hidden_gradient(settings, response, through, chunk, h, a, du):
@@ -265,8 +266,8 @@ def _hidden_gradient(settings, response, through, chunk, h, a, du):
 def _add_first_layer(settings, sums, dh, xhat):
     """Add the gradients of the first layer."""
     sums.b1.add_(column_sums(dh))
-    drawn = draw(settings.form.sample, dh)
-    accumulate(sums.w1, drawn.divided(dh), drawn.of(xhat))
+    sampled = sample_rows(settings.form.sample, dh)
+    accumulate(sums.w1, sampled.take_weighted(dh), sampled.take(xhat))
 
 
 class _Response(NamedTuple):

@@ -18,7 +18,7 @@ from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed, row_products
 from .common.handed_maps import hand_on, made_here
-from .common.kept_maps import KeptMap, addend, keep, kept
+from .common.kept_maps import KeptMap, keep, keep_term, kept
 from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
 from .common.precision import FULL, accumulator, cast, multiplied
 
@@ -272,7 +272,7 @@ def _activate(s, t, z, u, statistics):
     if statistics is not None:
         scale, shift = affine_of_norm(s, t, statistics, z.shape[1])
         # In eight bits the sum's sign, which is the mask, would not be that of what is read.
-        residual = addend(t.residual, storage) if t.residual is not None and storage == 'native' else None
+        residual = keep_term(t.residual, storage) if t.residual is not None and storage == 'native' else None
         keeps_sign = t.residual is None and act is not None and act.jumps_at_zero
         normed = keep(z, storage, zero_of(scale, shift) if keeps_sign and storage != 'native' else None)
         if t.residual is None or residual is not None:

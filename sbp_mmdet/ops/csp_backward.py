@@ -45,33 +45,33 @@ class CSPSaved(NamedTuple):
 
 
 def _unflat(found):
-    """Return tensors, maps and statistics of each layer from one list, in which each layer has twelve entries."""
-    tensors, maps, layers = [], [], []
+    """Return tensors, maps and statistics of each layer, given the list of :meth:`._Forward.flat`."""
+    tensors, maps, saved_layers = [], [], []
     for i in range(0, len(found), 12):
         tensors.append(ConvNormTensors(None, *found[i : i + 6]))
         maps.append(None if found[i + 6] is None else KeptMap(*found[i + 6 : i + 9]))
         mean, rstd, extra = found[i + 9 : i + 12]
-        layers.append(None if mean is None else KeptLayer(Statistics(mean, rstd), extra))
-    return tensors, maps, layers
+        saved_layers.append(None if mean is None else KeptLayer(Statistics(mean, rstd), extra))
+    return tensors, maps, saved_layers
 
 
 class CSPBackward:
-    """Backward pass of :func:`.csp_layer`; each call makes one object.
+    """One backward pass of :func:`.csp_layer`.
 
     Args:
         settings (CSPSettings): Settings.
         saved (CSPSaved): What was saved.
-        flat (list): For each layer parameters and buffers, map and statistics, of which each may be ``None``.
-        gate (tuple): Parameters of the attention's layer.
+        flat (list): Result of :meth:`._Forward.flat`: for each layer its parameters and buffers, map and statistics.
+        gate (tuple): Weight and bias of the channel attention's layer.
         shape (torch.Size): Shape of the input.
         needs (list): Which parameters of each layer need gradients.
         others (Sequence[bool]): Whether the input and the parameters of the attention's layer need gradients.
     """
 
     def __init__(self, settings, saved, flat, gate, shape, needs, others):
-        tensors, self.maps, self.layers = _unflat(flat)
+        tensors, self.maps, self.saved_layers = _unflat(flat)
         self.settings, self.saved, self.gate, self.shape = settings, saved, gate, shape
-        self.members = layers_of_pass([*zip(settings.layers, tensors, strict=True)], backward=True)
+        self.layers = layers_of_pass([*zip(settings.layers, tensors, strict=True)], backward=True)
         self.dtype, self.needs, self.needs_gate = settings.layers[0].dtype, needs, others[1:]
         self.found = [NO_GRADIENTS] * len(needs)
         self.affines = None  # of all norms, if they are needed
@@ -90,7 +90,7 @@ class CSPBackward:
             dx, dgate = self._whole_backward(grad)
         else:
             dx = self._blocks_backward(None, grad)
-        return dx, [*dgate, *parameter_gradients(self.members, self.found)]
+        return dx, [*dgate, *parameter_gradients(self.layers, self.found)]
 
     def _load_source(self, like):
         """Return the input of the first layers, or one number for all of it if its values are not read."""
@@ -98,7 +98,7 @@ class CSPBackward:
         return like.new_empty(1).expand(self.shape) if source is None else source.load(self.dtype)
 
     def _whole_backward(self, grad):
-        last, dgate = len(self.members) - 1, (None, None)
+        last, dgate = len(self.layers) - 1, (None, None)
         missing = [i for i in (0, 1) if self.maps[i] is None]
         x = self._load_source(grad) if missing else None
         for i in missing:
@@ -115,7 +115,7 @@ class CSPBackward:
         del whole
         if grad is None:
             return None, dgate
-        width = self.members[0].t.weight.shape[0]
+        width = self.layers[0].t.weight.shape[0]
         grad, past = grad.split_with_sizes((grad.shape[1] - width, width), 1)
         dx, x = self._blocks_backward(last_groups, grad), self._load_source(grad)
         if dx is not None:
@@ -135,7 +135,7 @@ class CSPBackward:
         return grad.mul_(gate).add_(dpooled, alpha=1 / (x.shape[2] * x.shape[3])), gradients
 
     def _blocks(self):
-        """Return the first layer of each block, the one behind its last, and whether it adds its input."""
+        """Return (start, stop, adds) of each block: the range of its layers, and whether it adds its input."""
         blocks, start = [], 2 if self.settings.whole else 0
         for layers, adds in zip(self.settings.blocks, self.settings.adds, strict=True):
             blocks.append((start, start + layers, adds))
@@ -163,10 +163,10 @@ class CSPBackward:
             for i in range(start, stop):
                 if self.maps[i] is None:
                     self._recompute(i, self._layer_output(i - 1) if i > start or x is None else x)
-            within = len(inputs) < GROUP and stop < len(self.members)
+            within = len(inputs) < GROUP and stop < len(self.layers)
             if not adds:
                 x = None
-            elif within or (self.settings.whole and stop == len(self.members) - 1):
+            elif within or (self.settings.whole and stop == len(self.layers) - 1):
                 inputs[-1] = past = self._layer_output(start - 1) if x is None else x
                 out = self._layer_output(stop - 1)
                 x = out.add_(past) if self._is_new(stop - 1) else out + past
@@ -189,17 +189,17 @@ class CSPBackward:
             grad = self._activation_backward(stop - 1, grad)
             for i in reversed(range(start, stop)):
                 below = self._activation_input(i - 1) if i > start else None
-                source = given if below is None else self.members[i - 1].s.activation(below)
+                source = given if below is None else self.layers[i - 1].s.activation(below)
                 grad = self._layer_backward(i, source, grad)
                 if grad is None:
                     return None
                 if below is not None:
-                    grad = self.members[i - 1].s.activation.backward(grad, below)
+                    grad = self.layers[i - 1].s.activation.backward(grad, below)
             grad = grad.add_(past) if adds else grad
         return grad
 
     def _activation_backward(self, i, grad):
-        return self.members[i].s.activation.backward(grad, self._activation_input(i))
+        return self.layers[i].s.activation.backward(grad, self._activation_input(i))
 
     def _layer_backward(self, i, x, grad):
         """Compute the gradients of convolution and norm; return that of the input x, or ``None`` if it is not needed.
@@ -211,28 +211,28 @@ class CSPBackward:
             x (Tensor): Input of the layer.
             grad (Tensor): Gradient of the norm's output.
         """
-        needs, layer = self.needs[i][1:5], self.layers[i]
+        needs, saved = self.needs[i][1:5], self.saved_layers[i]
         if not (self.before[i] or any(needs)):
             return None
-        z = None if layer is None else self.maps[i].before_norm(self.dtype)
+        z = None if saved is None else self.maps[i].before_norm(self.dtype)
         self.maps[i] = None
-        dx, self.found[i] = layer_backward(self.members[i], x, z, layer, grad, needs, self.before[i])
+        dx, self.found[i] = layer_backward(self.layers[i], x, z, saved, grad, needs, self.before[i])
         return dx
 
     def _recompute(self, i, x):
         """Recompute the output of a layer's convolution."""
-        z, u = rerun_layer(self.members[i], x, self.layers[i])
-        self.maps[i] = KeptMap(u if self.layers[i] is None else z)
+        z, u = rerun_layer(self.layers[i], x, self.saved_layers[i])
+        self.maps[i] = KeptMap(u if self.saved_layers[i] is None else z)
 
     def _activation_input(self, i):
         """Return the input of a layer's activation, which must not be written to unless :meth:`_is_new`."""
-        map, member, layer = self.maps[i], self.members[i], self.layers[i]
-        if map.unit is None and layer is None:
+        map, layer, saved = self.maps[i], self.layers[i], self.saved_layers[i]
+        if map.unit is None and saved is None:
             return cast(map.values, self.dtype)
-        if map.unit is None and map.values.is_cuda and member.s.norm == 'batch':
-            return renormalise(member, layer, map.values)
+        if map.unit is None and map.values.is_cuda and layer.s.norm == 'batch':
+            return renormalise(layer, saved, map.values)
         if self.affines is None:
-            self.affines = affines_of_norms(self.members, self.layers)
+            self.affines = affines_of_norms(self.layers, self.saved_layers)
         norm = self.affines[i]
         if map.unit is None:
             return affine(map.values, *norm, self.dtype)
@@ -240,9 +240,9 @@ class CSPBackward:
         return map.before_activation(self.dtype)
 
     def _is_new(self, i):
-        """Return whether the input of a layer's activation is no saved tensor."""
-        return self.layers[i] is not None or self.maps[i].unit is not None
+        """Return whether :meth:`_activation_input` returns a new tensor for a layer, not a saved one."""
+        return self.saved_layers[i] is not None or self.maps[i].unit is not None
 
     def _layer_output(self, i):
         """Return the output of a layer, which may be written to if :meth:`_is_new`."""
-        return self.members[i].s.activation(self._activation_input(i), inplace=self._is_new(i))
+        return self.layers[i].s.activation(self._activation_input(i), inplace=self._is_new(i))

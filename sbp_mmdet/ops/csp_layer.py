@@ -134,18 +134,18 @@ class _Forward:
 
     Args:
         settings (CSPSettings): Settings.
-        members (list[Layer]): The layers.
+        layers (list[Layer]): The layers.
         needs (list | None): Which parameters of each layer need gradients. If ``None``, nothing is saved.
 
     Attributes:
         saved (CSPSaved): What is saved, apart from maps.
         maps (list[KeptMap | None]): The saved output of each layer's convolution, or the input of its activation.
-        layers (list[KeptLayer | None]): Statistics of each layer's norm.
+        saved_layers (list[KeptLayer | None]): Statistics of each layer's norm.
     """
 
-    def __init__(self, settings, members, needs):
-        self.settings, self.members, self.needs, self.saved = settings, members, needs, None
-        self.maps, self.layers = [None] * len(members), [None] * len(members)
+    def __init__(self, settings, layers, needs):
+        self.settings, self.layers, self.needs, self.saved = settings, layers, needs, None
+        self.maps, self.saved_layers = [None] * len(layers), [None] * len(layers)
         self.sums, self.minimal = [], settings.layers[0].form.minimal
 
     def run(self, x: Tensor, gate) -> Tensor:
@@ -170,7 +170,7 @@ class _Forward:
             inside = torch.conv2d(pooled, *[cast(p, first.dtype) for p in gate])
             both = both * F.hardsigmoid(inside)
         self.saved = CSPSaved(source, tuple(self.sums), pooled, inside)
-        y = self._layer(len(self.members) - 1, both)
+        y = self._layer(len(self.layers) - 1, both)
         if self.needs is not None:
             self._hand_on(y, source)
         return y
@@ -184,12 +184,12 @@ class _Forward:
 
     def _layer(self, i, x):
         """Run a layer and save what its backward pass needs: the output of the convolution, or of the norm."""
-        member = self.members[i]
-        act, storage = member.s.activation, member.s.form.storage
-        z, u, self.layers[i] = run_layer(member, x)
-        if self.needs is None or (self.minimal and not _saves_output(self.settings, i, member.t.weight)):
+        layer = self.layers[i]
+        act, storage = layer.s.activation, layer.s.form.storage
+        z, u, self.saved_layers[i] = run_layer(layer, x)
+        if self.needs is None or (self.minimal and not _saves_output(self.settings, i, layer.t.weight)):
             return act(u, inplace=True)
-        if self.layers[i] is None:
+        if self.saved_layers[i] is None:
             if act.name == 'relu':  # its output has the signs
                 u = act(u, inplace=True)
                 self.maps[i] = keep(u, storage, positive=True)
@@ -198,7 +198,7 @@ class _Forward:
             return act(u)
         threshold = None
         if storage != 'native' and act.jumps_at_zero:
-            scale, shift = affine_of_norm(member.s, member.t, self.layers[i].statistics, z.shape[1])
+            scale, shift = affine_of_norm(layer.s, layer.t, self.saved_layers[i].statistics, z.shape[1])
             threshold = zero_of(scale, shift)
         self.maps[i] = keep(z, storage, threshold)
         return act(u, inplace=True)
@@ -209,7 +209,7 @@ class _Forward:
             if n and n % GROUP == 0 and self.needs is not None:
                 # The output of a block without a shortcut is that of its last layer.
                 is_saved = not self.settings.adds[n - 1] and self.maps[i - 1] is not None
-                s = self.members[i].s
+                s = self.layers[i].s
                 self.sums.append(None if is_saved else keep(cast(x, s.dtype), s.form.storage))
             given = x
             for _ in range(number):
@@ -221,8 +221,8 @@ class _Forward:
         return x
 
     def _hand_on(self, y, source):
-        """Let the next layer use what is saved of the output, if that is at most as many maps as may be added up."""
-        map, i = self._output_map(len(self.members) - 1), len(self.members) - 1
+        """Share the saved form of the output with the next layer, if it adds up at most ``DEEPEST`` maps."""
+        map, i = self._output_map(len(self.layers) - 1), len(self.layers) - 1
         adds, sizes = [*self.settings.adds], [*self.settings.blocks]
         terms = [map]
         while not self.settings.whole and adds.pop():
@@ -241,18 +241,18 @@ class _Forward:
 
     def _output_map(self, i):
         """Return the saved form of a layer's output, or ``None`` if it is recomputed."""
-        map, member, layer = self.maps[i], self.members[i], self.layers[i]
-        if map is None or layer is None:
-            return map and map._replace(activation=member.s.activation)
-        scale, shift = affine_of_norm(member.s, member.t, layer.statistics, map.width)
-        return map._replace(scale=scale, shift=shift, activation=member.s.activation)
+        map, layer, saved = self.maps[i], self.layers[i], self.saved_layers[i]
+        if map is None or saved is None:
+            return map and map._replace(activation=layer.s.activation)
+        scale, shift = affine_of_norm(layer.s, layer.t, saved.statistics, map.width)
+        return map._replace(scale=scale, shift=shift, activation=layer.s.activation)
 
     def flat(self, tensors):
         """Return what the backward pass reads of each layer, for :class:`.CSPBackward`."""
         values = []
-        for member, t, map, layer in zip(self.members, tensors, self.maps, self.layers, strict=True):
+        for layer, t, map, saved in zip(self.layers, tensors, self.maps, self.saved_layers, strict=True):
             # Running statistics that are not read are left out: the next forward pass updates them in place.
-            values += t[1:7] if member.s.norm == 'fixed' else (*t[1:5], None, None)
+            values += t[1:7] if layer.s.norm == 'fixed' else (*t[1:5], None, None)
             values += (None, None, None) if map is None else map[:3]
-            values += (None, None, None) if layer is None else (*layer.statistics, layer.extra)
+            values += (None, None, None) if saved is None else (*saved.statistics, saved.extra)
         return values

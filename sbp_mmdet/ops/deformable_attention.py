@@ -1,13 +1,15 @@
 """Multi-scale deformable attention.
 
-Values are sampled at places that are computed from the queries. For a query q with its reference point p,
+Values are sampled at locations that are computed from the queries (mmcv's ``sampling_locations``). For a query q with
+its reference point p,
 
-    offsets = q W_o^T + b_o,   places = p + offsets / (width, height) of each level,   weights = softmax(q W_a^T + b_a),
-    out = sum over levels and points of weights * V[places] for each head,   y = out W_p^T + b_p.
+    offsets = q W_o^T + b_o,   locations = p + offsets / (width, height) of each level,
+    weights = softmax(q W_a^T + b_a),
+    out = sum over levels and points of weights * V[locations] for each head,   y = out W_p^T + b_p.
 
-The queries, the input of the values V and the output of the sampling kernel are saved. Values, places and weights are
-recomputed for the backward pass of the kernel. The input of the values is not saved if it is the output of an encoder
-whose last layer saves what it can be recomputed from.
+The queries, the input of the values V and the output of the sampling kernel are saved. Values, locations and weights
+are recomputed for the backward pass of the kernel. The input of the values is not saved if it is the output of an
+encoder whose last layer saves what it can be recomputed from.
 """
 
 import dataclasses
@@ -130,7 +132,7 @@ def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, 
         t (DeformableTensors): Inputs.
 
     Returns:
-        tuple[Tensor, Tensor, Tensor]: Values (N, S, heads, d), places (N, Q, heads, levels, points, 2) from 0 to 1
+        tuple[Tensor, Tensor, Tensor]: Values (N, S, heads, d), locations (N, Q, heads, levels, points, 2) from 0 to 1
         inside of the feature maps, and weights (N, Q, heads, levels, points).
     """
     value = _linear(s, t, t.value, 'value')
@@ -139,8 +141,8 @@ def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, 
     query = t.x if t.query_pos is None else t.x + t.query_pos
     query = query.to(s.dtype)
     offsets = _linear(s, t, query, 'offset').unflatten(2, (s.num_heads, s.num_levels, s.num_points, 2))
-    places = t.reference_points[:, :, None, :, None, :2] + _scale_offsets(s, t, offsets)
-    return value.unflatten(2, (s.num_heads, -1)), places, _softmax(s, t, query)
+    locations = t.reference_points[:, :, None, :, None, :2] + _scale_offsets(s, t, offsets)
+    return value.unflatten(2, (s.num_heads, -1)), locations, _softmax(s, t, query)
 
 
 def _linear(s, t, x, name):
@@ -176,39 +178,41 @@ def has_kernel(value: Tensor) -> bool:
     return value.is_cuda and len(value) > 0
 
 
-def _cast_for_kernel(value, places, weights):
+def _cast_for_kernel(value, locations, weights):
     """Cast to one precision: the CUDA kernel does not support bfloat16, and CPUs sample in full precision."""
     dtype = value.dtype
     if dtype == torch.bfloat16 or (dtype == torch.float16 and not has_kernel(value)):
         dtype = torch.float32
-    return value.to(dtype).contiguous(), places.to(dtype).contiguous(), weights.to(dtype).contiguous()
+    return value.to(dtype).contiguous(), locations.to(dtype).contiguous(), weights.to(dtype).contiguous()
 
 
-def _split_heads(value, places, weights):
+def _split_heads(value, locations, weights):
     """Yield some heads of some images, their columns of the output, and their inputs.
 
     There are at least as many heads as threads, because torch samples a head in one thread, and more where what is
     sampled for them stays in a CPU's caches.
     """
     images, _, heads, width = value.shape
-    each = places.shape[1] * places.shape[3:5].numel() * width  # elements that are sampled for a head
+    each = locations.shape[1] * locations.shape[3:5].numel() * width  # elements that are sampled for a head
     number = max(CHUNK['cpu'] // max(each, 1), torch.get_num_threads())
     together, number = max(number // heads, 1), min(number, heads)  # images and heads
     for n in range(0, images, together):
         for first in range(0, heads, number):
             where = slice(n, n + together), slice(None), slice(first, first + number)
             part = slice(n, n + together), slice(None), slice(first * width, (first + number) * width)
-            yield where, part, [x[where] for x in (value, places, weights)]
+            yield where, part, [x[where] for x in (value, locations, weights)]
 
 
-def run_kernel(s: DeformableSettings, t: DeformableTensors, value: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def run_kernel(
+    s: DeformableSettings, t: DeformableTensors, value: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
     """Run the sampling kernel.
 
     Args:
         s (DeformableSettings): Settings.
         t (DeformableTensors): Inputs.
         value (Tensor): Values, see :func:`kernel_inputs`.
-        places (Tensor): Places, see :func:`kernel_inputs`.
+        locations (Tensor): Locations, see :func:`kernel_inputs`.
         weights (Tensor): Weights, see :func:`kernel_inputs`.
 
     Returns:
@@ -217,31 +221,31 @@ def run_kernel(s: DeformableSettings, t: DeformableTensors, value: Tensor, place
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
     dtype = value.dtype
-    value, places, weights = _cast_for_kernel(value, places, weights)
+    value, locations, weights = _cast_for_kernel(value, locations, weights)
     if has_kernel(value):
         run = mmcv.MultiScaleDeformableAttnFunction.apply
-        return run(value, t.spatial_shapes, t.level_start_index, places, weights, s.im2col_step).to(dtype)
-    out = value.new_empty(*places.shape[:2], value.shape[2] * value.shape[3], dtype=dtype)
+        return run(value, t.spatial_shapes, t.level_start_index, locations, weights, s.im2col_step).to(dtype)
+    out = value.new_empty(*locations.shape[:2], value.shape[2] * value.shape[3], dtype=dtype)
     sizes = t.spatial_shapes.tolist()
-    for _, columns, (v, p, w) in _split_heads(value, places, weights):
+    for _, columns, (v, p, w) in _split_heads(value, locations, weights):
         out[columns] = mmcv.multi_scale_deformable_attn_pytorch(v, sizes, p, w)
     return out
 
 
-def _kernel_backward(s, t, grad, value, places, weights):
-    """Return the gradients of values, places and weights from that of the kernel's output."""
+def _kernel_backward(s, t, grad, value, locations, weights):
+    """Return the gradients of values, locations and weights from that of the kernel's output."""
     from mmcv.ops import multi_scale_deform_attn as mmcv
 
-    dtypes = [x.dtype for x in (value, places, weights)]
-    value, places, weights = _cast_for_kernel(value, places, weights)
+    dtypes = [x.dtype for x in (value, locations, weights)]
+    value, locations, weights = _cast_for_kernel(value, locations, weights)
     if has_kernel(value):
-        saved = (value, t.spatial_shapes, t.level_start_index, places, weights)
+        saved = (value, t.spatial_shapes, t.level_start_index, locations, weights)
         context = SimpleNamespace(saved_tensors=saved, im2col_step=s.im2col_step)
         gradients = mmcv.MultiScaleDeformableAttnFunction.backward(context, grad.to(value.dtype).contiguous())
         gradients = gradients[0], gradients[3], gradients[4]
     else:
-        gradients, sizes = tuple(map(torch.empty_like, (value, places, weights))), t.spatial_shapes.tolist()
-        for where, columns, part in _split_heads(value, places, weights):
+        gradients, sizes = tuple(map(torch.empty_like, (value, locations, weights))), t.spatial_shapes.tolist()
+        for where, columns, part in _split_heads(value, locations, weights):
             with torch.enable_grad():
                 part = [x.detach().requires_grad_() for x in part]
                 out = mmcv.multi_scale_deformable_attn_pytorch(part[0], sizes, *part[1:])
@@ -300,19 +304,19 @@ def _images_backward(s, t, grad, needed):
     """Compute the gradients of :func:`inputs_backward` for some images."""
     inputs = kernel_inputs(s, t)
     weights = inputs[2]
-    dvalue, dplaces, dweights = _kernel_backward(s, t, grad, *inputs)
+    dvalue, dlocations, dweights = _kernel_backward(s, t, grad, *inputs)
     del inputs
     gradients = _value_backward(s, t, dvalue.flatten(2), needed)
-    dplaces = dplaces.to(promoted(s.dtype, t.reference_points.dtype))
+    dlocations = dlocations.to(promoted(s.dtype, t.reference_points.dtype))
     if 'reference_points' in needed:
-        gradients['reference_points'] = _points_backward(s, t, dplaces)
+        gradients['reference_points'] = _points_backward(s, t, dlocations)
     if not {'x', 'query_pos', *_QUERY_LAYERS}.intersection(needed):
         return gradients
     query = t.x if t.query_pos is None else t.x + t.query_pos
     rows = query.to(s.dtype).flatten(0, 1)
-    # places are linear in the offsets, so d offsets is d places scaled as the offsets are; then the softmax's backward
-    # pass, and dq = d offsets W_o + d logits W_a.
-    doffsets = _scale_offsets(s, t, dplaces).to(s.dtype).flatten(2).flatten(0, 1)
+    # Locations are linear in the offsets, so d offsets is d locations scaled as the offsets are; then the softmax's
+    # backward pass, and dq = d offsets W_o + d logits W_a.
+    doffsets = _scale_offsets(s, t, dlocations).to(s.dtype).flatten(2).flatten(0, 1)
     dlogits = torch.ops.aten._softmax_backward_data.default(
         dweights.flatten(3).to(weights.dtype), weights.flatten(3), -1, weights.dtype
     )
@@ -354,10 +358,10 @@ def _layer_backward(name, grad, x, needed):
 
 
 def _points_backward(s, t, grad):
-    """Return the gradient of the reference points, from that of the places.
+    """Return the gradient of the reference points, from that of the locations.
 
-    A place is the centre, plus for boxes offset * size / (2 points): the gradient of the size is the sum of the places'
-    gradients times offset / (2 points).
+    A location is the centre, plus for boxes offset * size / (2 points): the gradient of the size is the sum of the
+    locations' gradients times offset / (2 points).
     """
     centres = grad.sum((2, 4))
     if t.reference_points.shape[-1] == 2:

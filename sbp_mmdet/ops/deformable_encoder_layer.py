@@ -23,7 +23,7 @@ from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
 from .common.normed import Normed, norm, norm_backward
 from .common.precision import Sums, cast, cast_all, column_sums
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 from .deformable_attention import (
     FIXED,
     DeformableSettings,
@@ -42,9 +42,9 @@ class EncoderSettings:
     """Settings of :func:`deformable_encoder_layer`.
 
     Attributes:
-        attention (DeformableSettings): Settings of the attention; its form and dtype hold for the layer.
-        ffn (FFNSettings): Settings of the feed-forward network; its chunk holds for the layer, its dtype is that of the
-            attention. Default: ReLU without dropout.
+        attention (DeformableSettings): Settings of the attention, with the form and the dtype of the whole layer.
+        ffn (FFNSettings): Settings of the feed-forward network, with the chunk of the whole layer and the dtype of
+            ``attention``. Default: ReLU without dropout.
         dropout (float): Dropout rate after the attention. Default: 0.
         eps (tuple[float, float]): Added to the variances of the two norms. Default: 1e-5.
     """
@@ -105,12 +105,13 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
     return _encoder_layer(settings, tensors)
 
 
-_get_places_and_linears = operator.attrgetter(*DeformableTensors._fields[3:])
+# All inputs of the attention after x, query_pos and value.
+_get_other_attention_inputs = operator.attrgetter(*DeformableTensors._fields[3:])
 
 
 def _attention_tensors(t, x):
-    """Return the inputs of the attention among those of the layer."""
-    return DeformableTensors(x, t.query_pos, x, *_get_places_and_linears(t))
+    """Return the inputs of the attention, whose queries and values are both computed from ``x``."""
+    return DeformableTensors(x, t.query_pos, x, *_get_other_attention_inputs(t))
 
 
 _OF_FFN = 'weight1', 'bias1', 'weight2', 'bias2'
@@ -131,8 +132,11 @@ def _in_precision_of_products(t, dtype):
     return t._replace(**dict(zip(_PRODUCT_PARAMETERS, cast_all(given, dtype), strict=True)))
 
 
-class _Rows:
-    """The layer on rows of x and of the kernel's output, with sums of its parameters' gradients over the rows."""
+class _RowwiseLayers:
+    """The part of the layer after the sampling kernel, which computes each token independently of the others.
+
+    It runs on rows of x and of the kernel's output. Given ``sums``, it adds the gradients of its parameters to them.
+    """
 
     def __init__(self, settings, t, sums=None):
         self.s, self.t, self.sums = settings, t, sums
@@ -152,8 +156,8 @@ class _Rows:
             for chunk in chunks(len(x), each, self.ffn.width, x.device, self.s.ffn.chunk, self.s.attention.form):
                 yield index, kept, chunk
 
-    def first(self, x, attended):
-        """Compute the sum in front of the first norm, and the factor of dropout after the attention."""
+    def add_attention(self, x, attended):
+        """Compute the sum in front of the first norm, and what dropout multiplies the attention's output by."""
         out = torch.addmm(self.t.output_bias, cast(attended, self.dtype), self.t.output_weight.t())
         if not self.s.dropout:
             return x + out, None
@@ -163,7 +167,7 @@ class _Rows:
     def forward(self, x, attended):
         """Compute the sum in front of the second norm, and the output."""
         t, eps = self.t, self.s.eps
-        y = norm(self.first(x, attended)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
+        y = norm(self.add_attention(x, attended)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
         total = y + self.ffn.forward(y)
         return total, norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
@@ -178,7 +182,7 @@ class _Rows:
             kept (bool): Whether the rows are kept. If not, the second gradient is ``None``.
         """
         t, eps, sums = self.t, self.s.eps, self.sums
-        before, factor = self.first(x, attended)
+        before, factor = self.add_attention(x, attended)
         y, *statistics = norm(before, t.norm1_weight, t.norm1_bias, eps[0])
         second = norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
@@ -192,8 +196,8 @@ class _Rows:
         out = cast(grad, self.dtype)  # gradient of the attention's output, through the shortcut's sum and dropout
         out = out if factor is None else out * factor
         sums.add(dict(output_bias=column_sums(out)))
-        drawn = draw(self.s.attention.form.sample, out)
-        sums.add_product('output_weight', drawn.divided(out), cast(drawn.of(attended), self.dtype))
+        sampled = sample_rows(self.s.attention.form.sample, out)
+        sums.add_product('output_weight', sampled.take_weighted(out), cast(sampled.take(attended), self.dtype))
         return grad, out @ t.output_weight
 
     def _norm_backward(self, name, grad, x, statistics):
@@ -208,7 +212,7 @@ def _layer_forward(settings, tensors, needs):
     state = random_state(x.device, settings.dropout, *settings.ffn.dropout)
     attention = _attention_tensors(t, x)
     attended = run_kernel(s, attention, *kernel_inputs(s, attention))
-    run, total, out = _Rows(settings, t), None, None
+    run, total, out = _RowwiseLayers(settings, t), None, None
     for index, _, chunk in run.chunks(x):
         rows = run.forward(chunk.take_rows(x, index), chunk.take_rows(attended, index))
         if out is None:
@@ -222,7 +226,7 @@ def _layer_forward(settings, tensors, needs):
     source = handed_on(x)
     source = source if isinstance(source, Normed) else x
     hand_on(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
-    # Rounded to eight bits, hidden values close to zero would end up on the other side of the ReLU.
+    # With `int8` it is recomputed too: rounded, it would move hidden values close to zero across the ReLU's kink.
     attended = None if s.form.minimal or s.form.storage == 'int8' else attended
     return out, EncoderSaved(source, attended, total, tensors._replace(x=None), state)
 
@@ -234,7 +238,7 @@ def _layer_backward(settings, saved, grad, needs):
     if attended is None:
         attended = run_kernel(s, attention, *kernel_inputs(s, attention))
     sums = Sums({name: getattr(saved.given, name) for name in _SUMMED if name not in _OF_FFN or getattr(needs, name)})
-    run, keep = _Rows(settings, t, sums), t.positions and t.positions.keep
+    run, keep = _RowwiseLayers(settings, t, sums), t.positions and t.positions.keep
     queries = grad.shape[1] if keep is None else len(keep)
     dx, dattended = torch.empty_like(grad), attended
     if saved.attended is not None or keep is not None:  # otherwise each row's gradient takes the place of the row
@@ -257,7 +261,7 @@ _PER_QUERY = ('x', 'query_pos', 'reference_points')
 
 
 def _attention_backward(s, t, keep, grad, needed):
-    """Compute the gradients of :func:`inputs_backward` for the kept queries; that of ``x`` has their rows alone."""
+    """Run :func:`inputs_backward` for the kept queries. The gradient of ``x`` has the rows of these queries only."""
     if keep is None:
         return inputs_backward(s, t, grad, needed)
     whole = {name: getattr(t, name) for name in _PER_QUERY if getattr(t, name) is not None}

@@ -23,7 +23,7 @@ from .common.layouts import memory_format
 from .common.precision import Sums, accumulator
 from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
 from .common.sign_bits import SignBits
-from .common.sparse_gradient import Places, scatter_gradient
+from .common.sparse_gradient import GradientPositions, scatter_gradient
 
 __all__ = ['DenseHeadSettings', 'DenseHeadTensors', 'dense_head']
 
@@ -147,9 +147,9 @@ def _backward(s, saved, grad, needs):
     grad = grad.to(s.dtype)
     weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight))
     if s.expects_few(*saved.shape[2:]) and saved.hidden is None:
-        places = Places.with_gradient(grad)
-        if len(places.rows) <= s.sampled * saved.shape[0]:
-            return _backward_of_few(s, saved, grad, places, needs)
+        positions = GradientPositions.with_gradient(grad)
+        if len(positions.rows) <= s.sampled * saved.shape[0]:
+            return _backward_of_few(s, saved, grad, positions, needs)
     sums = Sums({name: getattr(t, name) for name in _Gradients._fields[1:] if getattr(needs, name)})
     inner = needs.x or needs.weight or needs.bias
     strips = _strips(t, saved.shape, grad.device)
@@ -181,15 +181,17 @@ def _backward(s, saved, grad, needs):
     return _Gradients(**gradients, x=dx.to(saved.dtype) if needs.x else None)
 
 
-def _backward_of_few(s, saved, grad, places, needs):
+def _backward_of_few(s, saved, grad, positions, needs):
     """Compute the gradients where the output has one at few positions only."""
     t, (_, _, height, width), size = saved.tensors, saved.shape, saved.tensors.weight.shape[2:]
     weight, bias, out_weight = (p.to(s.dtype) for p in (t.weight, t.bias, t.out_weight.flatten(1)))
     strips = _strips(t, saved.shape, grad.device)
-    patches = _patches(s, saved, places, strips, size)
+    patches = _patches(s, saved, positions, strips, size)
     shape = saved.shape[0], len(weight), height, width
-    dropped = ~SignBits.at_in_strips(saved.signs, strips[0].stop, shape, places.images, places.rows, places.columns)
-    grad = places.of(grad)
+    dropped = ~SignBits.at_in_strips(
+        saved.signs, strips[0].stop, shape, positions.images, positions.rows, positions.columns
+    )
+    grad = positions.gather(grad)
     y = torch.addmm(bias, patches, weight.permute(0, 2, 3, 1).flatten(1).t())
     y = y.clamp_min_(torch.finfo(y.dtype).tiny).masked_fill_(dropped, 0)  # as in `SignBits.relu_`
     full, gradients = accumulator(y), {}
@@ -206,19 +208,19 @@ def _backward_of_few(s, saved, grad, places, needs):
     gradients = {name: value.to(getattr(t, name).dtype) for name, value in gradients.items()}
     if needs.x:
         del patches
-        gradients['x'] = scatter_gradient(dy, places, weight, s.conv, saved.shape, saved.layout).to(saved.dtype)
+        gradients['x'] = scatter_gradient(dy, positions, weight, s.conv, saved.shape, saved.layout).to(saved.dtype)
     return _Gradients(**gradients)
 
 
-def _patches(s, saved, places, strips, size):
+def _patches(s, saved, positions, strips, size):
     """Return the input patch of each output position, shape (K, h * w * C)."""
     height = saved.shape[2]
     if _is_whole(saved.input, s.dtype):
-        return places.patches_of(saved.input.values, 0, height, s.conv, size).flatten(1)
+        return positions.gather_patches(saved.input.values, 0, height, s.conv, size).flatten(1)
     patches = []
-    for strip, own in zip(strips, places.in_strips(strips), strict=True):
+    for strip, own in zip(strips, positions.in_strips(strips), strict=True):
         halo = s.conv.reads(strip, height)
-        patches.append(own.patches_of(saved.input.rows(*halo).load(s.dtype), halo.start, height, s.conv, size))
+        patches.append(own.gather_patches(saved.input.rows(*halo).load(s.dtype), halo.start, height, s.conv, size))
     return torch.cat(patches).flatten(1)
 
 

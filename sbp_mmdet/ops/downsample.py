@@ -16,9 +16,9 @@ from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.folding import bias_or_zeros, fold, fold_weight, normalise, normalise_backward, unfold
-from .common.layouts import in_shape, laid_out, layout_of, memory_format, put_together, tokens_of
+from .common.layouts import in_shape, laid_out, layout_of, memory_format, scatter_rows, tokens_of
 from .common.precision import Stored, accumulate, column_sums, store
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 
 __all__ = ['NormLinearSettings', 'NormLinearTensors', 'norm_linear']
 
@@ -144,8 +144,8 @@ def _backward(settings, saved, grad, needs):
     incoming = incoming.to(settings.dtype)
     dw = None
     if needs.weight or needs.norm_weight:
-        drawn = draw(settings.form.sample, incoming)
-        dw = accumulate(None, drawn.divided(incoming), drawn.of(xhat.flatten(1)))
+        sampled = sample_rows(settings.form.sample, incoming)
+        dw = accumulate(None, sampled.take_weighted(incoming), sampled.take(xhat.flatten(1)))
     dx = _input_gradient(saved, incoming, w, xhat, tokens.shape) if needs.x else None
     return NormLinearGradients(dx, *_parameter_gradients(saved.given, layer, dw, db))
 
@@ -154,7 +154,7 @@ def _input_gradient(saved, incoming, w, xhat, shape):
     # The product has no name, so it is freed while the backward pass of the norm works on a copy in fp32.
     rows = normalise_backward((incoming @ w).view_as(xhat), xhat, saved.rstd.flatten(0, 1), saved.dtype)
     kept = shape[1] if saved.keep is None else len(saved.keep)
-    tokens = put_together(rows.view(shape[0], kept, w.shape[1]), saved.keep, shape[1])
+    tokens = scatter_rows(rows.view(shape[0], kept, w.shape[1]), saved.keep, shape[1])
     if len(saved.shape) == 3:
         return tokens
     return _from_patches(tokens.unflatten(2, xhat.shape[1:]), saved.shape, saved.layout)

@@ -18,7 +18,7 @@ from .common.activations import Activation
 from .common.autograd_function import Form, OnHost, Operation, gradients_of, in_precision
 from .common.layouts import chunks
 from .common.precision import Sums, cast_all, column_sums
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 
 __all__ = [
     'FFNSettings',
@@ -191,12 +191,12 @@ class FeedForward:
         grad = grad.to(dtype)
         if second:
             grad = grad * dropout_factor(grad, second)
-        drawn = draw(self.settings.form.sample, grad)
+        sampled = sample_rows(self.settings.form.sample, grad)
         terms = dict(bias2=column_sums(grad) if 'bias2' in wanted else None)
         if 'weight2' in wanted:
-            active = act(drawn.of(hidden))
-            active = active if factor is None else active.mul_(drawn.of(factor))
-            sums.add_product('weight2', drawn.divided(grad), active)
+            active = act(sampled.take(hidden))
+            active = active if factor is None else active.mul_(sampled.take(factor))
+            sums.add_product('weight2', sampled.take_weighted(grad), active)
             del active
         if not (needs_rows or 'weight1' in wanted or 'bias1' in wanted):
             sums.add(terms)
@@ -207,7 +207,7 @@ class FeedForward:
         terms['bias1'] = column_sums(grad) if 'bias1' in wanted else None
         sums.add(terms)
         if 'weight1' in wanted:
-            sums.add_product('weight1', drawn.divided(grad), drawn.of(rows))
+            sums.add_product('weight1', sampled.take_weighted(grad), sampled.take(rows))
         return grad @ self.w1 if needs_rows else None
 
 

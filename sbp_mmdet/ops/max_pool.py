@@ -1,4 +1,4 @@
-"""Max pooling of a feature map, optionally behind a ReLU, which saves one byte for each window."""
+"""Max pooling of a feature map, optionally after a ReLU, which saves one byte for each window."""
 
 import dataclasses
 from typing import NamedTuple

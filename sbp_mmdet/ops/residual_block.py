@@ -66,9 +66,9 @@ class KeptBlock(NamedTuple):
 
     Attributes:
         last (KeptMap | None): Input r of its last layer. If ``None``, it is recomputed too.
-        signs (list[int]): Numbers of the ReLUs whose outputs are recomputed from the block's input, among the signs of
-            the pass.
-        output (int | None): That of the block's output. ``None`` for the last block, whose output is saved.
+        signs (list[int]): For each ReLU inside of the block whose output is recomputed, its number for
+            :meth:`.SignReader.relu_`.
+        output (int | None): The same number for the last ReLU. ``None`` for the last block, whose output is saved.
         layers (tuple[KeptLayer | None, ...]): Statistics of each layer, those of the shortcut last.
     """
 
@@ -83,10 +83,10 @@ class Members(NamedTuple):
 
     Attributes:
         layers (Sequence[Layer]): The convolutions with norm.
-        shortcut (Layer | None): That of the shortcut. If ``None``, the shortcut is the block's own input.
-        pool (AveragePool | None): Pooling in front of it.
-        signs (SignPacker | SignReader | None): Signs of the recomputed ReLUs of the whole pass: in the forward pass
-            those that are saved, or ``None`` if no backward pass will follow.
+        shortcut (Layer | None): Convolution with norm of the shortcut. If ``None``, the shortcut is the block's input.
+        pool (AveragePool | None): Pooling in front of the shortcut's convolution.
+        signs (SignPacker | SignReader | None): Signs of the recomputed ReLUs of all blocks: a packer in the forward
+            pass, a reader in the backward pass. If ``None``, no backward pass will follow.
     """
 
     layers: Sequence[Layer]
@@ -99,7 +99,8 @@ class Inside(NamedTuple):
     """Recomputed maps inside of a block, layer by layer.
 
     Attributes:
-        inputs (list[Tensor | None]): Inputs of the layers behind the first. ``None`` is to be recomputed.
+        inputs (list[Tensor | None]): Inputs of the layers after the first; ``None`` if they still have to be
+            recomputed.
         outputs (list[Tensor | None]): Outputs of the convolutions of all layers but the last, where the norm has
             statistics of the map.
     """
@@ -108,7 +109,7 @@ class Inside(NamedTuple):
     outputs: list[Tensor | None]
 
     def only_last(self) -> 'Inside':
-        """Return the input of the last layer alone, and the output that it was computed from."""
+        """Drop all maps but the input of the last layer and the output that it was computed from."""
         others = [None] * (len(self.inputs) - 1)
         return Inside([*others, self.inputs[-1]], [*others, self.outputs[-1]])
 
@@ -157,28 +158,28 @@ def run_block(
         saves_last (bool): Whether the input of the last layer is saved for a backward pass. Default: True.
 
     Returns:
-        tuple: The output, and what :class:`KeptBlock` says of the input of the last layer, of signs and of layers.
+        tuple: The output, and the attributes ``last``, ``signs`` and ``layers`` of :class:`KeptBlock`.
     """
-    out, last, signs, layers = x, None, [], []
+    out, last, signs, saved_layers = x, None, [], []
     *first, final = members.layers
-    for i, member in enumerate(first):
-        z, out, layer = run_layer(member, out)
+    for i, layer in enumerate(first):
+        z, out, saved = run_layer(layer, out)
         out = torch.relu_(out if out.dtype is z.dtype else out.to(z.dtype))
-        layers.append(layer)
+        saved_layers.append(saved)
         if members.signs is not None and saves_last and i + 1 == len(first):
-            last = _keep_input(member, z, out, layer)
+            last = _keep_input(layer, z, out, saved)
         elif members.signs is not None:
             signs.append(members.signs.add(out, 'inside'))
         del z
-    _, out, layer = run_layer(final, out)
-    layers.append(layer)
+    _, out, saved = run_layer(final, out)
+    saved_layers.append(saved)
     if members.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, layer = run_layer(members.shortcut, _pooled(members.pool, x))
-        layers.append(layer)
+        _, shortcut, saved = run_layer(members.shortcut, _pooled(members.pool, x))
+        saved_layers.append(saved)
         out = out.add_(shortcut)
-    return torch.relu_(out), last, signs, tuple(layers)
+    return torch.relu_(out), last, signs, tuple(saved_layers)
 
 
 def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:
@@ -188,15 +189,17 @@ def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | 
         members (Members): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
-        known (Inside | None): Maps that were recomputed before, which stay. If ``None``, there are none. Default: None.
+        known (Inside | None): Maps that were recomputed before and are used as they are. If ``None``, there are none.
+            Default: None.
     """
     inside = Inside([], [])
-    for i, (member, number, layer) in enumerate(zip(members.layers, saved.signs, saved.layers, strict=False)):
+    # `signs` is the shortest: it ends in front of a last layer whose input is saved.
+    for i, (layer, number, own) in enumerate(zip(members.layers, saved.signs, saved.layers, strict=False)):
         if known is not None and known.inputs[i] is not None:
             x, z = known.inputs[i], known.outputs[i]
         else:
-            z, out = rerun_layer(member, x, layer)
-            x, z = members.signs.relu_(number, out), None if layer is None else z
+            z, out = rerun_layer(layer, x, own)
+            x, z = members.signs.relu_(number, out), None if own is None else z
         inside.inputs.append(x)
         inside.outputs.append(z)
     return inside
@@ -271,23 +274,23 @@ def block_backward(
 
 def _shortcut_backward(members, saved, x, grad, needs, needs_x):
     """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
-    member, pool, layer = members.shortcut, members.pool, saved.layers[-1]
+    layer, pool, own = members.shortcut, members.pool, saved.layers[-1]
     pooled = _pooled(pool, x)
-    z = None if layer is None else member.convolve(pooled)
-    grad, gradients = layer_backward(member, pooled, z, layer, grad, needs, needs_x)
+    z = None if own is None else layer.convolve(pooled)
+    grad, gradients = layer_backward(layer, pooled, z, own, grad, needs, needs_x)
     if pool is not None and needs_x:
         options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
         grad = aten.avg_pool2d_backward.default(grad, x, *options)
     return grad, gradients
 
 
-def _keep_input(member, z, r, layer):
+def _keep_input(layer, z, r, saved):
     """Save ``r = relu(norm(z))``, the input of a block's last layer. If the norm needs z, r is computed from z."""
-    storage = member.s.form.storage
-    if layer is None:
+    storage = layer.s.form.storage
+    if saved is None:
         last = keep(r, storage, positive=True)
         return last if last.values is r else last._replace(activation=RELU)  # eight bits are read as below zero, too
-    scale, shift = affine_of_norm(member.s, member.t, layer.statistics, z.shape[1])
+    scale, shift = affine_of_norm(layer.s, layer.t, saved.statistics, z.shape[1])
     last = keep(z, storage, None if storage == 'native' else zero_of(scale, shift))
     return last._replace(scale=scale, shift=shift, activation=RELU)
 

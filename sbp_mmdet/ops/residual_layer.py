@@ -87,48 +87,48 @@ def layers_of_pass(
     return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
 
 
-def run_layer(member: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | None]:
+def run_layer(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | None]:
     """Run convolution and norm.
 
     Args:
-        member (Layer): The layer.
+        layer (Layer): The layer.
         x (Tensor): Input of the layer, shape (N, C, H, W).
 
     Returns:
         tuple[Tensor, Tensor, KeptLayer | None]: The convolution's output, that of the norm in the norm's precision, and
         what the layer needs to run again.
     """
-    s, t, z = member.s, member.t, member.convolve(x)
+    s, t, z = layer.s, layer.t, layer.convolve(x)
     if s.norm in ('none', 'fixed'):
         return z, z, None
     u, statistics, extra = normalise(s, t, z)
     return z, u, KeptLayer(statistics, extra)
 
 
-def rerun_layer(member: Layer, x: Tensor, layer: KeptLayer | None) -> tuple[Tensor, Tensor]:
+def rerun_layer(layer: Layer, x: Tensor, saved: KeptLayer | None) -> tuple[Tensor, Tensor]:
     """Recompute convolution and norm with the saved statistics, and return the outputs of both.
 
     Args:
-        member (Layer): The layer.
+        layer (Layer): The layer.
         x (Tensor): Input of the layer, shape (N, C, H, W).
-        layer (KeptLayer | None): What the layer saved.
+        saved (KeptLayer | None): What the layer saved.
     """
-    z = member.convolve(x)
-    if layer is None:
+    z = layer.convolve(x)
+    if saved is None:
         return z, z
-    return z, renormalise(member, layer, z)
+    return z, renormalise(layer, saved, z)
 
 
 def layer_backward(
-    member: Layer, x: Tensor, z: Tensor | None, layer: KeptLayer | None, grad: Tensor, needs: list[bool], needs_x: bool
+    layer: Layer, x: Tensor, z: Tensor | None, saved: KeptLayer | None, grad: Tensor, needs: list[bool], needs_x: bool
 ) -> tuple[Tensor | None, FixedGradients | dict]:
     """Compute the gradients of a layer.
 
     Args:
-        member (Layer): The layer.
+        layer (Layer): The layer.
         x (Tensor): The layer's input.
         z (Tensor | None): Output of the convolution, which batch statistics and group norm need.
-        layer (KeptLayer | None): What the layer saved.
+        saved (KeptLayer | None): What the layer saved.
         grad (Tensor): Gradient of the norm's output.
         needs (list[bool]): Which parameters need gradients.
         needs_x (bool): Whether the input needs one.
@@ -136,11 +136,11 @@ def layer_backward(
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: See :func:`.convolve_backward`.
     """
-    s, t, norms, number, parts = member
+    s, t, norms, number, parts = layer
     needs = ConvNormGradients(needs_x, *needs, False)
-    if layer is None:
+    if saved is None:
         return convolve_backward(s, t, x, grad, needs, norms if s.norm == 'fixed' else None, number, parts)
-    grad, weight, bias = normalise_backward(s, t, layer.statistics, layer.extra, z, grad, needs)
+    grad, weight, bias = normalise_backward(s, t, saved.statistics, saved.extra, z, grad, needs)
     dx, gradients = convolve_backward(s, t, x, grad, needs)
     return dx, dict(gradients, norm_weight=weight, norm_bias=bias)
 
@@ -150,52 +150,52 @@ PARAMETERS = ConvNormGradients._fields[1:-1]
 _in_order = operator.itemgetter(*PARAMETERS)
 
 
-def parameter_gradients(members: list[Layer], layers: list[FixedGradients | dict]) -> list[Tensor | None]:
+def parameter_gradients(layers: list[Layer], found: list[FixedGradients | dict]) -> list[Tensor | None]:
     """Return the gradients of weight, bias, norm weight and norm bias of each layer, one layer after the other.
 
     Args:
-        members (list[Layer]): The layers.
-        layers (list[FixedGradients | dict]): What :func:`layer_backward` has found for each layer.
+        layers (list[Layer]): The layers.
+        found (list[FixedGradients | dict]): What :func:`layer_backward` has found for each layer; changed in place.
     """
-    fixed = [i for i, layer in enumerate(layers) if isinstance(layer, FixedGradients)]
+    fixed = [i for i, own in enumerate(found) if isinstance(own, FixedGradients)]
     if fixed:
-        gradients = gradients_of_fixed([layers[i] for i in fixed], members[0].norms)
+        gradients = gradients_of_fixed([found[i] for i in fixed], layers[0].norms)
         for i, own in zip(fixed, gradients, strict=True):
-            layers[i] = own
-    return [gradient for layer in layers for gradient in _in_order(layer)]
+            found[i] = own
+    return [gradient for own in found for gradient in _in_order(own)]
 
 
-def renormalise(member: Layer, layer: KeptLayer, z: Tensor) -> Tensor:
+def renormalise(layer: Layer, saved: KeptLayer, z: Tensor) -> Tensor:
     """Run a norm with statistics of the map again.
 
     Args:
-        member (Layer): The layer.
-        layer (KeptLayer): What the layer saved.
+        layer (Layer): The layer.
+        saved (KeptLayer): What the layer saved.
         z (Tensor): Output of the convolution.
     """
-    s, t = member.s, member.t
+    s, t = layer.s, layer.t
     if z.is_cuda and s.norm == 'batch':  # one pass over the map, whatever its precision
-        return torch.batch_norm_elemt(z, t.norm_weight, t.norm_bias, *layer.statistics, s.eps)
-    return affine(z, *affine_of_norm(s, t, layer.statistics, z.shape[1]), z.dtype)
+        return torch.batch_norm_elemt(z, t.norm_weight, t.norm_bias, *saved.statistics, s.eps)
+    return affine(z, *affine_of_norm(s, t, saved.statistics, z.shape[1]), z.dtype)
 
 
-def affines_of_norms(members: list[Layer], layers: list[KeptLayer | None]) -> list[tuple[Tensor, Tensor] | None]:
+def affines_of_norms(layers: list[Layer], saved: list[KeptLayer | None]) -> list[tuple[Tensor, Tensor] | None]:
     """Return :func:`.affine_of_norm` of each layer, ``None`` if its norm has no statistics of the map.
 
     Args:
-        members (list[Layer]): The layers.
-        layers (list[KeptLayer | None]): What each layer saved.
+        layers (list[Layer]): The layers.
+        saved (list[KeptLayer | None]): What each layer saved.
     """
-    affines, batch = [None] * len(members), []
-    for i, (member, layer) in enumerate(zip(members, layers, strict=True)):
-        if layer is None:
+    affines, batch = [None] * len(layers), []
+    for i, (layer, own) in enumerate(zip(layers, saved, strict=True)):
+        if own is None:
             continue
-        if member.s.norm == 'group':
-            affines[i] = affine_of_norm(member.s, member.t, layer.statistics, member.t.weight.shape[0])
+        if layer.s.norm == 'group':
+            affines[i] = affine_of_norm(layer.s, layer.t, own.statistics, layer.t.weight.shape[0])
         else:
             batch.append(i)
     if batch:  # numbers for each channel of all layers in the same few calls
-        statistics, tensors = ([of[i] for i in batch] for of in (layers, members))
+        statistics, tensors = ([of[i] for i in batch] for of in (saved, layers))
         mean, rstd = (torch.cat([x.statistics[n] for x in statistics]) for n in (0, 1))
         scale = cast(rstd, accumulator(rstd)) * torch.cat([x.t.norm_weight for x in tensors])
         shift = centred(torch.cat([x.t.norm_bias for x in tensors]), cast(mean, accumulator(mean)), scale)

@@ -47,8 +47,10 @@ def run_in_chunks(forward: Callable, x: Tensor, modules: Sequence[nn.Module]) ->
 
 
 def _tensors(module, is_parameter):
-    """Return the dict that holds the parameters of a module, or other tensors. Within another recomputation, it is not
-    the one that the backward pass finds."""
+    """Return the dict of a module's parameters, or the one of its other attributes.
+
+    It is looked up in each pass, because another recomputation around this one may replace it.
+    """
     return module._parameters if is_parameter else vars(module)
 
 
@@ -58,22 +60,22 @@ class _Layers:
     Args:
         forward (Callable): See :func:`run_in_chunks`.
         modules (Sequence[nn.Module]): See :func:`run_in_chunks`.
-        places (Sequence[tuple[nn.Module, bool, str]]): Where modules hold trained tensors, some perhaps in several
-            places: the module, whether it is one of its parameters, and its name.
-        indices (Sequence[int]): Which of the trained tensors is in each place.
+        places (Sequence[tuple[nn.Module, bool, str]]): For each attribute that is a trained tensor: its module,
+            whether it is a parameter, and its name. Several may be the same tensor.
+        indices (Sequence[int]): For each of these attributes, the index of its tensor.
     """
 
     def __init__(self, forward, modules, places, indices):
         self.forward, self._modules, self._places, self._indices = forward, modules, places, indices
         self._state = None
 
-    def remember_state(self):
-        """Remember the state of the modules, after a forward pass."""
+    def save_state(self):
+        """Save the state of the modules, after a forward pass."""
         self._state = ModuleState(submodules(self._modules))
 
     @contextlib.contextmanager
     def with_leaves(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Let the modules have their state again, with copies of the trained tensors.
+        """Restore the saved state within the context, with copies in the place of the trained tensors.
 
         The copies share memory with the tensors. Gradients of the tensors themselves would run the hooks on parameters
         for each chunk.
@@ -108,7 +110,7 @@ class _InChunks(torch.autograd.Function):
                 if part is not None:
                     out[start : start + ROIS].copy_(part)
             del outputs
-        layers.remember_state()
+        layers.save_state()
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
@@ -123,7 +125,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _backward(ctx, x, leaves, grads):
-    """Return the gradient of the maps, and the gradients of the trained tensors by their number."""
+    """Return the gradient of the maps, and the gradients of the trained tensors by their index."""
     needs_x = ctx.needs_input_grad[1]
     dx = torch.empty_like(x) if needs_x else None
     sums = Sums(dict(enumerate(leaves)))

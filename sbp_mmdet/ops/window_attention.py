@@ -29,9 +29,9 @@ from .common.autograd_function import Form, Operation, gradients_of, in_precisio
 from .common.folding import add_branch, incoming_rows, normalise
 from .common.layouts import Chunk
 from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiplied, store
-from .common.row_sampling import draw
+from .common.row_sampling import sample_rows
 from .common.token_norm import TokenNorm
-from .window_layout import Collected, window_layout
+from .window_layout import CollectedRows, window_layout
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']
 
@@ -147,7 +147,7 @@ def _forward(settings, tensors, needs):
         tokens = layers.norm.run(cast(t.x, layers.norm.full))[0]
     else:
         tokens, rstd = normalise(t.x, s.eps, s.dtype)
-    branch, known = Collected(len(layout.order)), []  # in the order of the windows
+    branch, known = CollectedRows(len(layout.order)), []  # in the order of the windows
     for chunk in layout.chunks(s, len(tokens), tokens.shape[2]):
         windows = _Windows.run(s, layers, layout, tokens, rstd is not None, chunk)
         if s.form.recomputed and any(needs):
@@ -177,18 +177,18 @@ def _backward(settings, saved, grad, needs):
     # and the gradient of the norm's output d[Q K V] W. Padding sends no gradient to W_p and the norm.
     (scaled, total), sums = incoming_rows(grad, s.dtype, t.factor), _allocate_sums(t)
     scaled = scaled.view(grad.shape)
-    through, norm = Collected(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
+    through, norm = CollectedRows(len(layout.order)), (needs.x, needs.norm_weight, needs.norm_bias)
     for i, chunk in enumerate(layout.chunks(s, len(tokens), tokens.shape[2])):
         windows = _Windows.run(s, layers, layout, tokens, is_normalised, chunk, *saved.qkv[i : i + 1])
         g = windows.without_padding_(scaled.index_select(1, layout.part(layout.order, chunk)))
         dqkv, dbias = windows.backward(g @ layers.proj_weight, layers.scale)
         g = g.flatten(0, 1)
-        drawn = draw(sample, g)
-        sums.add_product('proj_weight', drawn.divided(g), drawn.of(windows.out().flatten(0, 1)))
+        sampled = sample_rows(sample, g)
+        sums.add_product('proj_weight', sampled.take_weighted(g), sampled.take(windows.out().flatten(0, 1)))
         rows = dqkv.flatten(0, 1)
         sums.add(dict(bias=dbias, qkv_bias=column_sums(rows)))
-        drawn = draw(sample, rows)
-        sums.add_product('qkv_weight', drawn.divided(rows), drawn.of(windows.tokens.flatten(0, 1)))
+        sampled = sample_rows(sample, rows)
+        sums.add_product('qkv_weight', sampled.take_weighted(rows), sampled.take(windows.tokens.flatten(0, 1)))
         if any(norm):
             through.put(chunk, dqkv @ layers.qkv_weight)
     del tokens, scaled
@@ -267,7 +267,7 @@ class _Windows:
     """Activations of some windows: P' places of n windows.
 
     Attributes:
-        tokens (Tensor): Tokens behind the norm, zero where there is padding, shape (N, P', C).
+        tokens (Tensor): Tokens after the norm, zero where there is padding, shape (N, P', C).
         heads (int): Number of heads h.
         qkv (Tensor): Q and K, each times the root of the scale where it is folded, and V, shape
             (3, N n h, window^2, d).
@@ -290,7 +290,7 @@ class _Windows:
             settings (WindowSettings): Settings.
             layers (_Layers): The layers.
             layout (WindowLayout): Places of the tokens in windows.
-            tokens (Tensor): All tokens behind the norm, or x-hat of all tokens, shape (N, L, C).
+            tokens (Tensor): All tokens after the norm, or x-hat of all tokens, shape (N, L, C).
             is_normalised (bool): Whether it is x-hat.
             chunk (slice): The places.
             qkv (Tensor | None): Q, K and V, if they are known. Default: None.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .common.layouts import elements_at_a_time
 
-__all__ = ['Collected', 'WindowLayout', 'window_layout']
+__all__ = ['CollectedRows', 'WindowLayout', 'window_layout']
 
 
 class WindowLayout(NamedTuple):
@@ -102,8 +102,8 @@ def _bands(length, side, shift, device):
     return (i >= length - side).long() + (i >= length - shift)
 
 
-class Collected:
-    """Rows of all places, (N, P, ...), from those of chunks. One chunk of all places is not copied.
+class CollectedRows:
+    """Rows of all places, (N, P, ...), that are collected chunk by chunk. A chunk of all places is not copied.
 
     Args:
         places (int): Number of places P.
@@ -116,7 +116,7 @@ class Collected:
         self._places, self.whole = places, None
 
     def put(self, chunk: slice, rows: Tensor) -> None:
-        """Take the rows of a chunk.
+        """Add the rows of a chunk.
 
         Args:
             chunk (slice): Places of the rows.

@@ -55,7 +55,7 @@ def describe_bad_override(config: Config, options: dict, error: Exception) -> st
 
 
 def _describe_path(config, key):
-    """Return what a config has where the key of an override does not fit, with the remedy; ``None`` if it fits."""
+    """Return where the key of an override does not match the config, and the remedy. ``None`` if it matches."""
     node, words = config._cfg_dict, key.split('.')
     for i, word in enumerate(words):
         where = '.'.join(words[:i])

@@ -160,7 +160,7 @@ def cuda_kernels(counter, compute: bool):
 
 @contextlib.contextmanager
 def _roi_align(counter, compute, unneeded):
-    """Make mmcv's RoIAlign take what it takes on CUDA, within the context, see :func:`cuda_kernels`."""
+    """Make mmcv's RoIAlign allocate as much as on CUDA, within the context, see :func:`cuda_kernels`."""
     forward, backward = RoIAlignFunction.forward, RoIAlignFunction.backward
     nothing = types.SimpleNamespace(roi_align_forward=lambda *a, **k: None, roi_align_backward=lambda *a, **k: None)
     # The module is looked up by its name, because mmcv.ops.roi_align is a function.

@@ -210,7 +210,10 @@ def most_counts(presets: Collection[str]) -> int:
 
 
 def _try_half_precision(config, count_variant, presets, failed):
-    """Return a row of mixed precision, alone or with an exact preset, or no row if the config has it already."""
+    """Count mixed precision, alone and with exact presets, and return the first variant that fits in a list.
+
+    The list is empty if the config has mixed precision already.
+    """
     try:
         find_piece_changes(config, ['amp'])
     except NotApplicable:

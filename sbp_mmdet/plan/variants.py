@@ -260,7 +260,7 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
 
 
 def checkpoint_everything(config: Config, blocks: bool = True) -> str:
-    """Return the variant that checkpoints everything: blocks, transformer layers, neck and heads.
+    """Return the name of the variant that checkpoints everything: blocks, transformer layers, neck and heads.
 
     Args:
         config (Config): A plain config, see :func:`plain`.

@@ -193,7 +193,7 @@ def _draw_at(rng, samples, indices):
 
 
 def _draw_at_with_each(rng, samples, indices):
-    """Yield batches of given images once more for each sample, which takes the place of its image.
+    """For each sample, yield a batch in which its image is replaced by this sample.
 
     An image that is in many batches is replaced in the first few of them.
     """

@@ -236,7 +236,7 @@ def _of_grid(mask, height, width, device):
 
 
 def token_positions(positions: Positions, prefix: int) -> Positions:
-    """Shift the positions of a map behind class and register tokens, which are always kept.
+    """Shift the positions of a map by the number of class and register tokens, which are always kept.
 
     Args:
         positions (Positions): Positions on the grid of patches.

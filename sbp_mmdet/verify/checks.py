@@ -17,7 +17,7 @@ from ..ops.common.precision import autocast_dtype
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import Mixin, mix_in, mix_out
 from .comparison import Side, compare, relative_difference
-from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_a_trace
+from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_side_effects
 from .eight_bits import check_eight_bits
 from .findings import Findings, Kind
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
@@ -61,7 +61,7 @@ def verify_modules(
         findings.skipped = findings.skipped or 'another process cannot copy the model'
         return findings
     try:
-        with torch.no_grad(), without_a_trace(watch.devices), restored_parameters(model):
+        with torch.no_grad(), without_side_effects(watch.devices), restored_parameters(model):
             run(watch.model)
     except Exception as error:  # noqa: BLE001  if the error is the model's own, the step itself will raise it
         findings.skipped = f'{type(error).__name__}: {error}'
@@ -100,10 +100,10 @@ class _Bridge(Mixin):
         return bridge(super().forward, args, kwargs)
 
 
-def _in_front_of_training(modules):
-    """Return the ids of frozen modules with no trained parameter in front of them, which autograd saves nothing for.
+def _find_leading_frozen(modules):
+    """Return the ids of frozen modules that precede all trained parameters, so that autograd saves nothing for them.
 
-    The order of modules is taken for that of their calls.
+    Modules are assumed to be called in their order.
     """
     found, trains = set(), False
     for module in modules:
@@ -136,7 +136,7 @@ class _Watch:
         # Ids of modules inside parts that the preset checkpoints, and inside parts that the user checkpoints.
         self.recomputed, self.checkpointed = set(), set()
         self.in_parts = set()  # those inside of recomputed parts that are no changed modules
-        self.in_front = _in_front_of_training(modules.values())
+        self.in_front = _find_leading_frozen(modules.values())
         for module in modules.values():  # a part before the modules in it
             if isinstance(module, (CheckpointedPart, CheckpointedLevels)):
                 if id(module) not in self.recomputed and id(module) not in self.checkpointed:

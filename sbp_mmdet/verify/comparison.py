@@ -158,8 +158,8 @@ def compare(
     bars = dict(outputs=outputs, gradients=gradients + slack)
     put_back = random_state_restorer(devices)
     runs = _run_both(own, lean, args, kwargs, devices, dtype, expected)
-    off = _beyond(runs, only, bars)
-    if slack and (longer := _longer(runs, only, off, gradients, slack)):
+    off = _find_differences(runs, only, bars)
+    if slack and (longer := _find_scale_errors(runs, only, off, gradients, slack)):
         raise Disagreement(_format_figures(longer))
     if not off:
         return runs
@@ -177,8 +177,8 @@ def compare(
     return runs
 
 
-def _beyond(runs, only, bars) -> dict:
-    """Return the relative differences that exceed the bars, by part ('outputs', 'gradients') and name."""
+def _find_differences(runs, only, bars) -> dict:
+    """Return the relative differences that exceed the bars, by part ('outputs' or 'gradients') and tensor name."""
     expected, lean = runs
     least = _NEGLIGIBLE * max(filter(math.isfinite, map(norm, expected.gradients.values())), default=0.0)
     differences = {
@@ -189,23 +189,23 @@ def _beyond(runs, only, bars) -> dict:
     return {key: value for key, value in differences.items() if not value <= bars[key[0]]}
 
 
-def _longer(runs, only, off, rounding, slack) -> dict:
-    """Return the errors of gradients along their own direction that exceed rounding.
+def _find_scale_errors(runs, only, off, rounding, slack) -> dict:
+    """Return the gradients that are too long or too short by more than rounding explains, with the relative errors.
 
-    Errors of rounding to eight bits point in every direction; the error of a wrong factor points along the gradient.
+    Errors of rounding to eight bits point in every direction; that of a wrong factor points along the gradient.
     """
     expected, lean = runs
     errors = {}
     for name, value in expected.gradients.items():
         if value is not None and only(name) and ('gradients', name) not in off:
-            error = abs(_along(lean.gradients[name], value))
+            error = abs(_scale_error(lean.gradients[name], value))
             if error > rounding + slack * (1 + 2 / value.numel() ** 0.5) / 3:
                 errors['gradients', name] = error
     return errors
 
 
-def _along(actual, expected) -> float:
-    """Return the relative error of a tensor along the expected one: <found, expected> / |expected|^2 - 1."""
+def _scale_error(actual, expected) -> float:
+    """Return the relative error of a tensor in the direction of the expected one: <a, e> / |e|^2 - 1."""
     size = norm(expected)
     if actual is None or not size:
         return 0.0
@@ -248,7 +248,7 @@ class _PreciseComparison:
         for attempt in range(_ATTEMPTS):
             put_back()
             runs = _run_both(self.own, self.lean, args, kwargs, self.devices, self.dtype)
-            off = _beyond(runs, self.options['only'], self.bars)
+            off = _find_differences(runs, self.options['only'], self.bars)
             if off or not attempt:
                 put_back()
                 exact = self._exact(args, kwargs, put_back)
@@ -293,8 +293,8 @@ class _PreciseComparison:
         if self.errors[key] > 1 or value is None:
             return True  # the gradient consists of rounding errors
         # Rounding errors, and ReLUs that change sides by them, hardly change the length of a gradient.
-        slack = _MULTIPLE * abs(_along(expected, value)) + self.errors[key] * (0.25 + 2 / value.numel() ** 0.5)
-        return abs(_along(lean, value)) <= bar + slack
+        slack = _MULTIPLE * abs(_scale_error(expected, value)) + self.errors[key] * (0.25 + 2 / value.numel() ** 0.5)
+        return abs(_scale_error(lean, value)) <= bar + slack
 
 
 def _pairs(run, only) -> Iterator[tuple[str, str, Tensor]]:
@@ -303,16 +303,16 @@ def _pairs(run, only) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _add_noise(inputs, seed):
-    """Return the arguments with noise of a thousandth in their floating-point tensors."""
+    """Return the arguments with relative noise of a thousandth in their floating-point tensors."""
 
-    def moved(x):
+    def add_noise(x):
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             return x
         generator = torch.Generator(x.device).manual_seed(seed)
         noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=torch.float32)
         return (x * (1 + 1e-3 * noise)).to(x.dtype)
 
-    return tree_map(moved, inputs)
+    return tree_map(add_noise, inputs)
 
 
 def _distance(actual, expected) -> float:

@@ -25,7 +25,7 @@ __all__ = [
     'restored_messages',
     'restored_parameters',
     'restored_random_states',
-    'without_a_trace',
+    'without_side_effects',
 ]
 
 
@@ -141,7 +141,7 @@ class NoUpdate:
 
 
 @contextlib.contextmanager
-def without_a_trace(devices: set[torch.device]) -> Iterator[None]:
+def without_side_effects(devices: set[torch.device]) -> Iterator[None]:
     """Restore at the end of the context what a forward pass changes outside of the model.
 
     These are the random states of Python, NumPy and torch, and mmengine's message hub. cuDNN's benchmark is disabled

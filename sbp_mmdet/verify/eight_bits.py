@@ -1,4 +1,4 @@
-"""Check of rounding to eight bits against its definition, since gradients do not show errors of half a step."""
+"""Check of rounding to eight bits against its definition, because gradients hide errors of half a step."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def check_eight_bits(x: Tensor) -> None:
     Raises:
         Disagreement: If a form violates one of these conditions.
     """
-    map = _unlike(x if x.dim() == 4 else x.flatten(1, -2).mT[..., None])
+    map = _vary_channels(x if x.dim() == 4 else x.flatten(1, -2).mT[..., None])
     tokens = map.flatten(2).mT.contiguous()
     high, low = map.amax((2, 3), keepdim=True), map.amin((2, 3), keepdim=True)
     largest = torch.maximum(high, -low).flatten(1)[:, None]
@@ -36,7 +36,7 @@ def check_eight_bits(x: Tensor) -> None:
     if map.shape[2] * map.shape[3] < 16:
         return
     active = map.relu()
-    shift = low + 0.3 * (high - low)  # zero of the ReLU behind a norm
+    shift = low + 0.3 * (high - low)  # zero of the ReLU after a norm
     for kind, kept, original, step in (
         ('int8 map', keep(map, 'int8'), map, (high - low) / 252),
         ('int8 map with a threshold', keep(map, 'int8', shift), map, (high - low) / 252),
@@ -50,8 +50,8 @@ def check_eight_bits(x: Tensor) -> None:
             raise Disagreement(f'{kind}: {(above[0] != above[1]).double().mean():.1e} of the signs differ')
 
 
-def _unlike(x):
-    """Return a part of a map, scaled so that images and channels differ in magnitude, and without equal values."""
+def _vary_channels(x):
+    """Return a part of a map with noise, scaled so that its images and channels differ in magnitude."""
     x = x[:2, : max(_NUMBERS // max(x[:2, 0].numel(), 1), 1)].detach().to(torch.float32)
     generator = torch.Generator(x.device).manual_seed(0)
     noise, sizes = (torch.randn(s, generator=generator, device=x.device) for s in (x.shape, (*x.shape[:2], 1, 1)))

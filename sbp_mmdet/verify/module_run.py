@@ -141,11 +141,14 @@ class _Pass:
         self._module, self._dtype, self._shift = module, dtype, shift
         self._inputs = {}  # id of an argument -> the leaf in its place, and the copy of it that the module gets
         self._parameters = {
-            name: nn.Parameter(self._shifted(name, self._cast(_moved(p.detach()))), requires_grad=p.requires_grad)
+            name: nn.Parameter(
+                self._shifted(name, self._cast(_perturb_if_constant(p.detach()))), requires_grad=p.requires_grad
+            )
             for name, p in module.named_parameters()
         }
         self._buffers = {
-            name: self._cast(_moved(buffer.detach(), positive=True)).clone() for name, buffer in module.named_buffers()
+            name: self._cast(_perturb_if_constant(buffer.detach(), positive=True)).clone()
+            for name, buffer in module.named_buffers()
         }
 
     def run(self, args, kwargs, cotangent, backward) -> Run:
@@ -202,7 +205,7 @@ class _Pass:
         return tensor + self._shift[name] if self._shift.get(name) is not None else tensor.detach()
 
 
-def _moved(tensor, positive=False):
+def _perturb_if_constant(tensor, positive=False):
     """Add noise to a constant tensor. Any other tensor is returned unchanged.
 
     Args:
@@ -269,8 +272,8 @@ class _Bridged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        total = sum(_weighed(g) for g in grads if g is not None)
-        made = (None if s is None else (_waves(*s) * total).to(s[1]) for s in ctx.shapes)
+        total = sum(_project(g) for g in grads if g is not None)
+        made = (None if s is None else (_fixed_numbers(*s) * total).to(s[1]) for s in ctx.shapes)
         return None, None, *made
 
 
@@ -300,13 +303,13 @@ def _is_float(x):
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _weighed(grad):
+def _project(grad):
     grad = grad.to(accumulator(grad))
-    return (grad * _waves(grad.shape, grad.dtype, grad.device)).sum()
+    return (grad * _fixed_numbers(grad.shape, grad.dtype, grad.device)).sum()
 
 
-def _waves(shape, dtype, device):
+def _fixed_numbers(shape, dtype, device):
     """Return a fixed tensor, cos(1.7 i) / sqrt(n) for its i-th of n elements, which no fault is likely to reproduce."""
     number = torch.Size(shape).numel()
-    waves = torch.arange(number, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    return waves.mul_(1.7).cos_().view(shape) / max(number, 1) ** 0.5
+    numbers = torch.arange(number, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return numbers.mul_(1.7).cos_().view(shape) / max(number, 1) ** 0.5

@@ -13,7 +13,7 @@ __all__ = ['SavedBytes', 'note_calls']
 
 
 class _Noted(Mixin):
-    """Mixin of modules that report their calls."""
+    """Mixin of modules whose calls are noted, see :func:`note_calls`."""
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -23,11 +23,11 @@ class _Noted(Mixin):
 
 
 def note_calls(module: nn.Module, note: Callable) -> None:
-    """Call ``note`` whenever a module's forward pass has run without gradients.
+    """Call ``note`` after each call of a module without gradients.
 
     Args:
         module (nn.Module): The module, changed in place.
-        note (Callable): Called with the arguments, the keyword arguments and the result.
+        note (Callable): Gets the arguments, the keyword arguments and the result of a call.
     """
     mix_in(module, _Noted)
     vars(module)['_note'] = note
@@ -46,7 +46,7 @@ class SavedBytes:
         """Add a call.
 
         Args:
-            kind (Kind): Kind of the module. Counts that are not in its ``stored`` leave the call out.
+            kind (Kind): Kind of the module. A count that its ``stored`` does not have omits the call.
             keys (Collection[str]): The counts that the call belongs to.
             inputs: Arguments of the call, nested.
             outputs: Its result, nested. Default: none.

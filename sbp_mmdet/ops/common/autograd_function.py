@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 
     Attributes:
         ratio (float): Share of the rows, in (0, 1].
-        at (float): Where the draws begin, in [0, 1), see :func:`.row_sampling.draw`.
+        at (float): Where the draws begin, in [0, 1), see :func:`.row_sampling.sample_rows`.
     """
 
     ratio: float
@@ -66,7 +66,7 @@ class Form:
         storage (str): How activations are saved for the backward pass: unchanged ('native') or rounded to eight bits
             ('int8'). Default: 'native'.
         sample (Sample | None): Sample of the rows that weight gradients are estimated from, if no position is dropped,
-            see :func:`.row_sampling.draw`. If ``None``, weight gradients are exact. Default: None.
+            see :func:`.row_sampling.sample_rows`. If ``None``, weight gradients are exact. Default: None.
         minimal (bool): Whether operations save no more than their input where the rest can be recomputed. Default:
             False.
         recomputed (bool): Whether the operation runs within a checkpoint of its layer. Then nothing of it waits for the

@@ -29,7 +29,7 @@ NO_GRADIENTS = dict(weight=None, bias=None, norm_weight=None, norm_bias=None)
 
 
 class Factors(NamedTuple):
-    """Numbers of fixed norms, shape (D,) with the channels D of all layers, one layer behind the other.
+    """Numbers of fixed norms, shape (D,) with the channels D of all layers, one layer after the other.
 
     Attributes:
         scale (Tensor): The factors k, in full precision.
@@ -125,7 +125,7 @@ class FixedNorms:
         return folded
 
     def statistics(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """Return centres (see :func:`_centre`) and reciprocal deviations of some layers, one layer behind the other.
+        """Return centres (see :func:`_centre`) and reciprocal deviations of some layers, one layer after the other.
 
         Args:
             numbers (list[int]): Numbers of the layers in their order.
@@ -186,7 +186,7 @@ def _centre(given):
 
 
 def _joined(tensors):
-    """Return numbers for each channel of several layers, one layer behind the other."""
+    """Return numbers for each channel of several layers, one layer after the other."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 

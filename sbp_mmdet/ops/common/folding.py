@@ -1,4 +1,4 @@
-"""Algebra of linear layers: the norm in front of a layer and the layer scale behind it are folded into its weight.
+"""Algebra of linear layers: the norm in front of a layer and the layer scale after it are folded into its weight.
 
 Forward: :func:`normalise`, :func:`fold`, :func:`add_branch`. Backward: :func:`incoming_rows`,
 :func:`normalise_backward`, :func:`unfold`, :func:`unscale`.
@@ -23,6 +23,7 @@ __all__ = [
     'incoming_rows',
     'normalise',
     'normalise_backward',
+    'scale_into_range',
     'unfold',
     'unit_of_channels',
     'unit_statistics',
@@ -36,7 +37,7 @@ def incoming_rows(
     """Return the gradient of a branch as rows for matrix products, and its sum over them.
 
     Args:
-        grad (Tensor): Gradient behind stochastic depth: tokens (N, L, C) of any strides, or a map (N, C, H, W).
+        grad (Tensor): Gradient after stochastic depth: tokens (N, L, C) of any strides, or a map (N, C, H, W).
         dtype (torch.dtype): Precision of the rows.
         factor (Tensor | float | None): Factor of stochastic depth: of each image, shape (N,), if ``grad`` is tokens; or
             a number. If ``None``, 1. Default: None.
@@ -82,6 +83,27 @@ def unit_of_channels(grad: Tensor) -> Tensor:
         grad, torch.inf, (0, *range(grad.dim())[2:]) if grad.dim() == 4 else (0, 1), dtype=torch.float32
     )
     return largest.clamp_min_(tiny).mul_(16)
+
+
+def scale_into_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scale the rows g into the range of ``dtype``, for the product A = g^T GELU(h).
+
+    In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
+    of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
+
+    Args:
+        g (Tensor): Gradient of the branch, shape (K, C).
+        gamma (Tensor | None): Layer scale, shape (C,).
+        dtype (torch.dtype): Precision of matrix products.
+
+    Returns:
+        tuple[Tensor, Tensor | None]: The rows in ``dtype``, and what each channel of them was divided by, shape (C,),
+            which is also the factor of each row of A (``unit`` of :func:`unscale`); ``None`` if they were not scaled.
+    """
+    if gamma is None or dtype != torch.float16 or not len(g):
+        return g.to(dtype), None
+    unit = unit_of_channels(g.unsqueeze(0))
+    return (g / unit).to(dtype), unit
 
 
 def add_branch(
@@ -198,7 +220,7 @@ def normalise_backward(
 def fold(
     weight: Tensor, bias: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Fold the affine part of a norm into the linear layer behind it: W' = W diag(w_ln), b' = b + W b_ln.
+    """Fold the affine part of a norm into the linear layer after it: W' = W diag(w_ln), b' = b + W b_ln.
 
     Args:
         weight (Tensor): W, shape (D, C).
@@ -229,7 +251,7 @@ def fold_bias(weight: Tensor, bias: Tensor, norm_bias: Tensor | None) -> Tensor:
 
 
 def _check_width(weight, parameter):
-    """Raise an error where a norm of one channel would be broadcast."""
+    """Raise an error if norm and layer differ in width. A norm of one channel would be broadcast silently."""
     if parameter is not None and parameter.shape[0] != weight.shape[1]:
         raise ValueError(
             f'a layer norm of {parameter.shape[0]} channels precedes a layer of {weight.shape[1]}; make them equal'
@@ -290,7 +312,7 @@ def unscale(
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
-        unit (Tensor | None): Second result of :func:`.in_range`. If ``None``, 1. Default: None.
+        unit (Tensor | None): Second result of :func:`scale_into_range`. If ``None``, 1. Default: None.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.

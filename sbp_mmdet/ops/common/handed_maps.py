@@ -1,4 +1,4 @@
-"""Feature maps that one layer hands on to the next, so that both save them once.
+"""Feature maps that a layer shares with the next one, so that they are saved once.
 
 A convolution needs its input for the gradient of its weight. Often the layer in front saves tensors from which this
 input can be recomputed: a SiLU saves its own input, a batch norm the convolution's output. If the layer in front
@@ -6,8 +6,8 @@ registers how to recompute its output (:func:`hand_on`), the next layer looks it
 nothing of its own.
 
 This is right only while nothing writes to the output in between. Writes that autograd sees are found by the versions of
-tensors. Writes past autograd (``x.data``, numpy, DLPack) cannot be seen, so layers hand on maps within a :class:`Scope`
-only: while a module runs inside of which all code is known (see :mod:`sbp_mmdet.passes`). The scope holds the
+tensors. Writes past autograd (``x.data``, numpy, DLPack) cannot be seen, so layers share maps only within a
+:class:`Scope`: while a module runs inside of which all code is known (see :mod:`sbp_mmdet.passes`). The scope holds the
 registered maps. It ends when the module returns or raises, and nothing is ever attached to a tensor.
 """
 
@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
 
 
 class Scope:
-    """Context manager within which layers of this thread hand on maps. An inner scope sees no maps of an outer one.
+    """Context manager within which layers of this thread share saved maps. An inner scope sees no maps of an outer one.
 
     Args:
         code (Iterable[int]): Ids of code that was found unchanged, see :func:`unchanged_code`. Default: none.
@@ -84,7 +84,7 @@ class Scope:
 
 
 def open_scope() -> Scope | None:
-    """Return the scope within which layers hand on maps here, or ``None`` if there is none.
+    """Return the scope within which layers share maps here, or ``None`` if there is none.
 
     They do not inside of a checkpoint that was entered within the scope. What runs again there, in the backward pass,
     finds no scope, and has to save as many tensors as the first run.
@@ -150,7 +150,7 @@ def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
 
     Args:
         edges (Sequence[tuple]): For each output its node, or ``None`` if it has none, and its number among the outputs
-            of this node: ``next_functions`` of the node behind.
+            of this node: ``next_functions`` of a later node.
 
     Returns:
         list[tuple | None]: The map of each output, or ``None`` if there is none.

@@ -11,7 +11,7 @@ from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_sc
 from .precision import FEW, accumulator, cast, compute_in_parts
 from .uncompiled import uncompiled
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'addend', 'affine', 'keep', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'keep', 'keep_term', 'kept']
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class KeptMap(NamedTuple):
 
         Args:
             start (int): Index of the first row.
-            stop (int): Index behind the last row.
+            stop (int): Index after the last row.
         """
         height = self.values.shape[2]
         if (start, stop) == (0, height):
@@ -310,7 +310,7 @@ def _scaled(x, scale, shift):
 
 
 def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
-    """Return the saved form of a layer's input: the map that the layer in front handed on, or the input itself.
+    """Return the saved form of a layer's input: the map that the previous layer shares, or the input itself.
 
     Args:
         x (Tensor): The input, shape (N, C, H, W).
@@ -331,7 +331,7 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProdu
 
 
 def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
-    """Return the saved form of an output of ``torch.cat`` if most of its channels were handed on, else ``None``.
+    """Return the saved form of an output of ``torch.cat`` if most of its channels are shared maps, else ``None``.
 
     Channels of other maps are copied, so that the whole concatenation is not saved.
     """
@@ -357,7 +357,7 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
     """Add two feature maps. If both terms are saved, the next layer need not save the sum.
 
     Args:
-        x (Tensor): Output of a layer that hands on its map, shape (N, C, H, W).
+        x (Tensor): Output of a layer that shares its map, shape (N, C, H, W).
         shortcut (Tensor): Feature map of the same shape.
         storage (str): 'native' or 'int8'.
 
@@ -371,13 +371,13 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
 
 @uncompiled
 def _hand_on_sum(out, x, shortcut, storage):
-    first, second = handed_on(x), addend(shortcut, storage)
+    first, second = handed_on(x), keep_term(shortcut, storage)
     if first is not None and second is not None and first.depth == 1 and out.dtype == x.dtype:
         hand_on(out, first._replace(shortcut=second))
 
 
-def addend(x: Tensor, storage: str) -> KeptMap | None:
-    """Return the saved form of a term of a sum, or ``None`` if the sum should be saved itself.
+def keep_term(x: Tensor, storage: str) -> KeptMap | None:
+    """Return the saved form of a term of a sum. If it is ``None``, the sum itself should be saved.
 
     Args:
         x (Tensor): The term, shape (N, C, H, W).

@@ -21,7 +21,7 @@ __all__ = [
     'laid_out',
     'layout_of',
     'memory_format',
-    'put_together',
+    'scatter_rows',
     'tokens_of',
 ]
 
@@ -106,13 +106,13 @@ def empty_tokens(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def put_together(rows: Tensor, index: Tensor | None, length: int) -> Tensor:
-    """Return tokens with rows at some places and zeros elsewhere.
+def scatter_rows(rows: Tensor, index: Tensor | None, length: int) -> Tensor:
+    """Write rows to their positions among tokens that are zero elsewhere.
 
     Args:
         rows (Tensor): The rows, shape (N, K, C).
-        index (Tensor | None): Their places, shape (K,). If ``None``, the rows are all tokens in order and are returned
-            unchanged.
+        index (Tensor | None): Their positions, shape (K,). If ``None``, the rows are all tokens in order and are
+            returned unchanged.
         length (int): Number of tokens L.
 
     Returns:
@@ -124,7 +124,7 @@ def put_together(rows: Tensor, index: Tensor | None, length: int) -> Tensor:
 
 
 def add_rows_(tokens: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
-    """Add rows (N, K, C) in place to the tokens (N, L, C) at ``index`` (K,), whose places are all different.
+    """Add rows (N, K, C) in place to the tokens (N, L, C) at the positions ``index`` (K,), which all differ.
 
     If ``index`` is ``None``, the rows are added to all tokens in order.
     """
@@ -156,14 +156,14 @@ class Chunk(NamedTuple):
     @property
     def num_images(self) -> int:
         """Number of images in the chunk."""
-        return len(_range(self.images))
+        return len(range(self.images.start, self.images.stop, self.images.step or 1))
 
     def take_rows(self, x: Tensor, index: Tensor | None = None) -> Tensor:
         """Return the chunk's rows as a matrix, which is a view where they are contiguous in ``x``.
 
         Args:
             x (Tensor): Shape (N, K, C); with ``index`` (N, L, C).
-            index (Tensor | None): Places of the K rows among the L of ``x``, (K,). If ``None``, all. Default: None.
+            index (Tensor | None): Positions of the K rows among the L of ``x``, (K,). If ``None``, all. Default: None.
         """
         if index is None:
             return x[self.images, self.rows].reshape(-1, x.shape[2])
@@ -172,16 +172,12 @@ class Chunk(NamedTuple):
         return x[self.images].index_select(1, index[self.rows]).flatten(0, 1)
 
     def put_(self, x: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
-        """Write the chunk's rows to their places in ``x``; the arguments are those of :meth:`take_rows`."""
+        """Write the chunk's rows to their positions in ``x``; the arguments are those of :meth:`take_rows`."""
         place = x[self.images, self.rows] if index is None else x[self.images]
         if index is None:
             place.copy_(rows.view(place.shape))
         else:
             place.index_copy_(1, index[self.rows], rows.view(self.num_images, -1, x.shape[2]))
-
-
-def _range(part):
-    return range(part.start, part.stop, part.step or 1)
 
 
 def elements_at_a_time(device: torch.device, form=None) -> int:

@@ -55,7 +55,7 @@ def normalise(s, t, z):
         out, mean, rstd = torch.native_group_norm(z, *norm, *sizes, s.num_groups, s.eps)
         return out, Statistics(mean, rstd), None
     if s.process_group is not None:
-        return (_normalise_together_by_kernels if _has_kernels(z) else _normalise_together)(s, t, z)
+        return (_sync_batch_norm_by_kernels if _has_kernels(z) else _sync_batch_norm)(s, t, z)
     if z.numel() <= z.shape[1]:  # of an empty map, torch's backward pass divides by zero
         raise ValueError(f'Expected more than 1 value per channel when training, got input size {z.shape}')
     norm = t.norm_weight, t.norm_bias, t.running_mean, t.running_var
@@ -157,7 +157,7 @@ def normalise_backward(s, t, statistics, extra, z, grad, needs):
         weight = _contiguous(t.norm_weight)
         return aten.native_group_norm_backward.default(grad, z, mean, rstd, weight, *sizes, which)
     if s.process_group is not None:
-        backward = _together_backward_by_kernels if _has_kernels(z) else _normalise_together_backward
+        backward = _sync_batch_norm_backward_by_kernels if _has_kernels(z) else _sync_batch_norm_backward
         return backward(s, t, statistics, extra, z, grad)
     if extra is not None:
         return aten.cudnn_batch_norm_backward.default(
@@ -166,7 +166,7 @@ def normalise_backward(s, t, statistics, extra, z, grad, needs):
     return aten.native_batch_norm_backward.default(grad, z, t.norm_weight, None, None, mean, rstd, True, s.eps, which)
 
 
-def _normalise_together(s, t, z):
+def _sync_batch_norm(s, t, z):
     """Run batch norm with the statistics of all processes; a process may have no image.
 
     From the means m_p, variances v_p and numbers n_p of the processes, with n = sum of n_p: mean = sum of n_p m_p / n
@@ -190,7 +190,7 @@ def _normalise_together(s, t, z):
     return torch.addcmul(shift, z, scale).to(z.dtype), statistics, count
 
 
-def _normalise_together_backward(s, t, statistics, count, z, grad):
+def _sync_batch_norm_backward(s, t, statistics, count, z, grad):
     """Run :func:`normalise_backward` over all processes; gradients of the parameters are this process's own.
 
     dz = norm_weight * rstd * (dy - sum(dy) / n - x-hat * sum(dy * x-hat) / n), with sums over all processes.
@@ -217,8 +217,8 @@ def _has_kernels(z):
 _NO_POSITIONS = 1e-30  # stands for a count of 0, by which the kernel would divide
 
 
-def _normalise_together_by_kernels(s, t, z):
-    """Run :func:`_normalise_together` by torch's CUDA kernels. The third result has the positions of each process."""
+def _sync_batch_norm_by_kernels(s, t, z):
+    """Run :func:`_sync_batch_norm` by torch's CUDA kernels. The third result has the positions of each process."""
     z, channels = z.contiguous(memory_format=memory_format(z)), z.shape[1]
     if z.numel():
         mean, rstd = torch.batch_norm_stats(z, s.eps)
@@ -239,8 +239,8 @@ def _normalise_together_by_kernels(s, t, z):
     return out, Statistics(mean, rstd), counts.to(torch.int32)
 
 
-def _together_backward_by_kernels(s, t, statistics, count, z, grad):
-    """Run :func:`_normalise_together_backward` by torch's CUDA kernels."""
+def _sync_batch_norm_backward_by_kernels(s, t, statistics, count, z, grad):
+    """Run :func:`_sync_batch_norm_backward` by torch's CUDA kernels."""
     weight, layout = t.norm_weight, memory_format(z)
     z, grad = (x.contiguous(memory_format=layout) for x in (z, grad))
     needed = True, weight is not None, t.norm_bias is not None

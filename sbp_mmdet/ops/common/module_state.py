@@ -78,7 +78,7 @@ class ModuleState:
         """Put the state back within the context.
 
         Parameters that were written to since then must not be read within the context. Others may have been written
-        to: where the optimizer steps within the backward pass, it is done with what runs behind the recomputed part,
+        to: where the optimizer steps within the backward pass, it is done with what runs after the recomputed part,
         such as the loss of a head, or other levels of it.
 
         Raises:
@@ -126,7 +126,7 @@ class ModuleState:
 class _Refusing(dict):
     """Parameters of a module, some of which must not be read by their names.
 
-    To list them is allowed, because that is how settings such as their precision are found.
+    Listing them is allowed, because settings such as their precision are found that way.
 
     Args:
         parameters (dict[str, nn.Parameter | None]): The parameters by their names.

@@ -62,7 +62,7 @@ class _Sequence(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         (y,) = outputs
-        return y.clone() if y is x else y  # all images bypassed all operations; what runs behind may write to it
+        return y.clone() if y is x else y  # all images bypassed all operations; what runs next may write to it
 
     @staticmethod
     @differentiable_once

@@ -24,7 +24,6 @@ __all__ = [
     'cast_all',
     'column_sums',
     'compute_in_parts',
-    'in_range',
     'multiplied',
     'no_autocast',
     'promoted',
@@ -259,27 +258,6 @@ def _sums_in_full(device, dtype):
 def _accumulates_in_half(dtype):
     """Return whether the user lets CUDA sum products in fp16, which then return no other precision."""
     return dtype is torch.float16 and getattr(torch.backends.cuda.matmul, 'allow_fp16_accumulation', False)
-
-
-def in_range(g: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the rows g for the product A = g^T GELU(h) in ``dtype``, and the factor of each row of A.
-
-    In fp16, a small gamma keeps the gradients of plain code in range, but A is computed without gamma. So each channel
-    of g is divided by 16 times its maximum instead, which leaves room for the sum over the positions of a chunk.
-
-    Args:
-        g (Tensor): Gradient of the branch, shape (K, C).
-        gamma (Tensor | None): Layer scale, shape (C,).
-        dtype (torch.dtype): Precision of matrix products.
-
-    Returns:
-        tuple[Tensor, Tensor | None]: The rows, and the factor ``unit`` of :func:`.unscale`, shape (C,), or ``None``.
-    """
-    if gamma is None or dtype != torch.float16 or not len(g):
-        return g.to(dtype), None
-    largest = torch.linalg.vector_norm(g, torch.inf, 0, dtype=torch.float32)  # in fp16, tiny would be zero
-    unit = 16 * largest.clamp_min(torch.finfo(torch.float32).tiny)
-    return (g / unit).to(dtype), unit
 
 
 class Stored(NamedTuple):

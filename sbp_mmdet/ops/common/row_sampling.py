@@ -9,7 +9,7 @@ from .autograd_function import Sample
 from .layouts import Chunk
 from .precision import accumulator, cast
 
-__all__ = ['ROWS_OF_MEANS', 'Drawn', 'add_mean_term_', 'centre_', 'draw', 'some_rows']
+__all__ = ['ROWS_OF_MEANS', 'SampledRows', 'add_mean_term_', 'centre_', 'rows_of_means', 'sample_rows']
 
 # The chance of a row is proportional to its norm in units of mean norm / _UNITS, plus _LEAST units. Chances are whole
 # numbers, because their sums are the same in every order: so they are deterministic on a GPU, and exact.
@@ -18,7 +18,7 @@ _UNITS, _LEAST = 2**16, 2**13
 ROWS_OF_MEANS = 256
 
 
-class Drawn(NamedTuple):
+class SampledRows(NamedTuple):
     """Rows that gradients of weights are estimated from.
 
     Attributes:
@@ -29,19 +29,19 @@ class Drawn(NamedTuple):
     index: Tensor | None
     factor: Tensor | None
 
-    def of(self, rows: Tensor) -> Tensor:
-        """Return the drawn rows of ``rows``, shape (K, ...)."""
+    def take(self, rows: Tensor) -> Tensor:
+        """Select the drawn rows from ``rows``, shape (K, ...)."""
         return rows if self.index is None else rows.index_select(0, self.index)
 
-    def divided(self, rows: Tensor) -> Tensor:
-        """Return the drawn rows times their factors: one side of the estimated product."""
+    def take_weighted(self, rows: Tensor) -> Tensor:
+        """Select the drawn rows and multiply each by its factor. One side of the estimated product is weighted."""
         return rows if self.index is None else rows.index_select(0, self.index).mul_(self.factor)
 
 
-_ALL = Drawn(None, None)
+_ALL = SampledRows(None, None)
 
 
-def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
+def sample_rows(sample: Sample | None, *parts: Tensor) -> SampledRows:
     """Draw the rows that gradients of weights are estimated from; gradients of inputs use all rows.
 
     The gradient is the sum over rows of outer products of the gradient's row and the activation's. Its estimate is the
@@ -57,7 +57,7 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
             estimate is not finite either, so gradient scaling skips the step.
 
     Returns:
-        Drawn: Indices and factors of the drawn rows.
+        SampledRows: Indices and factors of the drawn rows.
     """
     if sample is None or not len(parts[0]):
         return _ALL
@@ -76,11 +76,11 @@ def draw(sample: Sample | None, *parts: Tensor) -> Drawn:
     apart = ends[-1] * (mean / mean) / number  # NaN where a row is not finite
     at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
     index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
-    return Drawn(index, (apart / sizes.index_select(0, index)).to(norms.dtype).unsqueeze(1))
+    return SampledRows(index, (apart / sizes.index_select(0, index)).to(norms.dtype).unsqueeze(1))
 
 
-def some_rows(images: int, each: int) -> Chunk:
-    """Return rows over which means of activations are computed, for estimates from a sample.
+def rows_of_means(images: int, each: int) -> Chunk:
+    """Choose the rows over which means of activations are computed, for estimates from a sample.
 
     With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is exact,
     so a sample of rows has to estimate the first one only, which is smaller: activations after a GELU are far from zero
@@ -96,10 +96,13 @@ def some_rows(images: int, each: int) -> Chunk:
 
 
 def centre_(rows: Tensor, mean: Tensor | None) -> Tensor:
-    """Subtract the mean from sampled rows, in place; ``None`` leaves them unchanged."""
+    """Subtract the mean from sampled rows in place. If the mean is ``None``, they are returned unchanged."""
     return rows if mean is None else rows.sub_(mean)
 
 
 def add_mean_term_(estimate: Tensor | None, total: Tensor, mean: Tensor | None) -> Tensor | None:
-    """Add the exact term (sum of g)^T m of :func:`some_rows` to an estimate, in place; ``None`` leaves it unchanged."""
+    """Add (sum of g)^T m, the exact term of :func:`rows_of_means`, to an estimate in place.
+
+    If the estimate or the mean is ``None``, the estimate is returned unchanged.
+    """
     return estimate if estimate is None or mean is None else estimate.addr_(total, cast(mean, total.dtype))

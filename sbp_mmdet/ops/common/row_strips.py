@@ -27,7 +27,7 @@ class Strip(NamedTuple):
 
     Attributes:
         start (int): Index of the first row.
-        stop (int): Index behind the last row.
+        stop (int): Index after the last row.
     """
 
     start: int

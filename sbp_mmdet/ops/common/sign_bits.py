@@ -111,7 +111,7 @@ class PackedSigns(NamedTuple):
     """Signs of the outputs of several ReLUs, packed in groups of maps.
 
     Attributes:
-        packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map behind the other.
+        packed (tuple[Tensor, ...]): Bytes of each group, as in :class:`SignBits`, one map after the other.
         groups (list[tuple[int, ...]]): Numbers of the maps of each group, in order.
         maps (list[tuple[int, int, bool]]): For each map its group, its number of elements, and whether channels are its
             fastest dimension in memory.
@@ -123,7 +123,7 @@ class PackedSigns(NamedTuple):
 
 
 class SignPacker:
-    """Packs the signs of the outputs of several ReLUs. Small maps are packed together, which takes fewer calls."""
+    """Packer of the signs of several ReLUs' outputs. Small maps are packed together, which takes fewer calls."""
 
     def __init__(self):
         self._packed, self._groups, self._maps, self._waiting = [], [], [], {}
@@ -208,13 +208,13 @@ def _pack(bits):
 
 def _unpack(packed, size):
     """Return what :func:`_relu_` multiplies or masks the elements by, shape (K,) with their number K."""
-    masks = _masks(packed)
+    masks = _uses_masks(packed)
     bits = _bytes_of_bits(packed.device, masks).index_select(0, packed.int())
     bits = bits.view(torch.bool if masks else torch.uint8)
     return bits if bits.shape[0] == size else bits[:size]
 
 
-def _masks(x):
+def _uses_masks(x):
     """Return whether to mask elements, as on a GPU, or to multiply them, which is ten times as fast on a CPU."""
     return x.device.type != 'cpu'
 
@@ -223,7 +223,7 @@ def _relu_(u, bits, channels_last):
     u = u.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     u.clamp_min_(torch.finfo(u.dtype).tiny)
     flat = (u.permute(0, 2, 3, 1) if channels_last else u).view(-1)
-    if _masks(u):
+    if _uses_masks(u):
         flat.masked_fill_(bits, 0)
     else:
         flat.mul_(bits)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .row_strips import Convolution, Strip, zeros_in
 
-__all__ = ['Places', 'scatter_gradient']
+__all__ = ['GradientPositions', 'scatter_gradient']
 
 # Largest number of elements of the rows that a part of the input's gradient is computed from.
 _ELEMENTS = 2**22
 
 
-class Places(NamedTuple):
-    """Positions of a feature map, sorted by row.
+class GradientPositions(NamedTuple):
+    """Positions of a feature map that have a gradient, sorted by row.
 
     Attributes:
         rows, images, columns (Tensor): Indices of the positions, shape (K,).
@@ -31,7 +31,7 @@ class Places(NamedTuple):
     columns: Tensor
 
     @classmethod
-    def with_gradient(cls, grad: Tensor) -> 'Places':
+    def with_gradient(cls, grad: Tensor) -> 'GradientPositions':
         """Return the positions where a gradient is not zero. On a GPU, this waits for the gradient.
 
         Args:
@@ -39,7 +39,7 @@ class Places(NamedTuple):
         """
         return cls(*grad.any(1).transpose(0, 1).nonzero(as_tuple=True))
 
-    def in_strips(self, strips: list[Strip]) -> list['Places']:
+    def in_strips(self, strips: list[Strip]) -> list['GradientPositions']:
         """Return the positions of each strip of rows.
 
         Args:
@@ -49,10 +49,10 @@ class Places(NamedTuple):
             return [self]
         ends = self.rows.new_tensor([strip.stop for strip in strips])
         ends = [0, *torch.searchsorted(self.rows, ends).tolist()]
-        return [Places(*(x[a:b] for x in self)) for a, b in zip(ends, ends[1:], strict=False)]
+        return [GradientPositions(*(x[a:b] for x in self)) for a, b in zip(ends, ends[1:], strict=False)]
 
-    def of(self, x: Tensor, start: int = 0) -> Tensor:
-        """Return the channels of a map at the positions, shape (K, C).
+    def gather(self, x: Tensor, start: int = 0) -> Tensor:
+        """Gather the channels of a map at the positions, shape (K, C).
 
         Args:
             x (Tensor): Rows of the map, shape (N, C, h, W).
@@ -60,8 +60,8 @@ class Places(NamedTuple):
         """
         return x.permute(0, 2, 3, 1)[self.images, self.rows - start, self.columns]
 
-    def patches_of(self, x: Tensor, start: int, height: int, conv: Convolution, size: tuple[int, int]) -> Tensor:
-        """Return what a convolution reads for its outputs at the positions.
+    def gather_patches(self, x: Tensor, start: int, height: int, conv: Convolution, size: tuple[int, int]) -> Tensor:
+        """Gather the patches that a convolution reads for its outputs at the positions.
 
         Args:
             x (Tensor): Rows of the input that hold all of it, shape (N, C, h, W).
@@ -102,7 +102,12 @@ def _offsets(device, number, padding, dilation):
 
 
 def scatter_gradient(
-    grad: Tensor, places: Places, weight: Tensor, conv: Convolution, shape: tuple[int, ...], layout: torch.memory_format
+    grad: Tensor,
+    positions: GradientPositions,
+    weight: Tensor,
+    conv: Convolution,
+    shape: tuple[int, ...],
+    layout: torch.memory_format,
 ) -> Tensor:
     """Compute the gradient of a convolution's input.
 
@@ -111,7 +116,7 @@ def scatter_gradient(
 
     Args:
         grad (Tensor): Gradient of the output at the positions, shape (K, D).
-        places (Places): The positions.
+        positions (GradientPositions): The positions.
         weight (Tensor): Weight of the convolution, shape (D, C, h, w).
         conv (Convolution): Its geometry.
         shape (tuple[int, ...]): Shape of the input, (N, C, H, W).
@@ -125,10 +130,12 @@ def scatter_gradient(
         return out
     above, left = conv.padding
     number = torch.full((n, height + 2 * above, width + 2 * left), len(grad), device=grad.device)
-    number[places.images, places.rows + above, places.columns + left] = torch.arange(len(grad), device=grad.device)
-    (rows, _), (columns, _) = places._read(conv, size, (height, width))  # a position more is none too many
+    number[positions.images, positions.rows + above, positions.columns + left] = torch.arange(
+        len(grad), device=grad.device
+    )
+    (rows, _), (columns, _) = positions._read(conv, size, (height, width))  # reading one position too many does no harm
     reached = torch.zeros((n, height, width), dtype=torch.bool, device=grad.device)
-    reached[places.images[:, None, None], rows[:, :, None], columns[:, None]] = True
+    reached[positions.images[:, None, None], rows[:, :, None], columns[:, None]] = True
     grad = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])  # the last one is that of all other outputs
     weight = weight.permute(2, 3, 0, 1).flatten(0, 2)
     for images, rows, columns in zip(

@@ -118,7 +118,7 @@ def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) 
 class _PassBy(torch.autograd.Function):
     """Copy whose backward pass gives gradients of zero to the parameters of the bypassed block.
 
-    The output is in memory of its own, as that of every block: what runs behind may write to it, and autograd refuses
+    The output is in memory of its own, as that of every block: what runs next may write to it, and autograd refuses
     that for a view.
     """
 

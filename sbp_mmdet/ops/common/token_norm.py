@@ -36,7 +36,7 @@ class TokenNorm:
             x (Tensor): Rows in full precision, shape (..., C).
 
         Returns:
-            tuple[Tensor, Tensor, Tensor]: The rows behind the norm in ``dtype``, and mean and reciprocal deviation of
+            tuple[Tensor, Tensor, Tensor]: The rows after the norm in ``dtype``, and mean and reciprocal deviation of
             ``x``, shape (..., 1).
         """
         rows, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
@@ -49,7 +49,7 @@ class TokenNorm:
             xhat (Tensor): Rows before it, shape (..., C), in any precision.
 
         Returns:
-            Tensor: The rows behind the norm in ``dtype``.
+            Tensor: The rows after the norm in ``dtype``.
         """
         if self.weight is None:
             return cast(xhat, self.dtype)
@@ -65,7 +65,7 @@ class TokenNorm:
         """Compute the gradients of input, weight and bias, in full precision.
 
         Args:
-            grad (Tensor): Gradient of the rows behind the norm, shape (..., C).
+            grad (Tensor): Gradient of the rows after the norm, shape (..., C).
             x (Tensor): Input of the norm, or x-hat, in any precision.
             statistics (tuple[Tensor, Tensor] | None): Mean and reciprocal deviation of ``x``. If ``None``, ``x`` is
                 x-hat, whose mean is 0 and whose deviation is 1; the gradient is that of x-hat through the norm, to be
