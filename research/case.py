@@ -14,7 +14,7 @@ from rivals import RIVALS
 from torch import Tensor, nn
 
 from sbp_mmdet import apply_lean
-from sbp_mmdet.ops.common.handed_maps import Scope
+from sbp_mmdet.ops.common.shared_maps import Scope
 from sbp_mmdet.passes import DrawsInPasses
 from sbp_mmdet.plan.device import is_out_of_memory
 from sbp_mmdet.presets import PRESETS, preset_named

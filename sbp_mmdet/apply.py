@@ -14,7 +14,7 @@ from .change_plan import modules_to_change, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
 from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
 from .library_code import check_code_once
-from .passes import attach_draws, detach_draws, hand_on_within
+from .passes import attach_draws, detach_draws, share_maps_within
 from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.masks import format_keep_ratio
@@ -125,7 +125,7 @@ def _restore(model, modules):
         release(module)
         give_parts_back(module)
     detach_draws(model, draws_of(model))
-    hand_on_within(model)
+    share_maps_within(model)
 
 
 def _changed_around(model, chosen, plan):
@@ -213,7 +213,7 @@ def _carry_out(model, settings, plan, chosen):
             changed[names[id(part)]] = 'exact, recomputed in the backward pass'
             left.pop(names[id(part)], None)
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
-        hand_on_within(model)
+        share_maps_within(model)
     for bound in plan.bounds.values():
         reasons = {names[id(inside)]: reason for inside, reason in bound.left}
         left |= {name: reason for name, reason in reasons.items() if name not in changed}

@@ -9,9 +9,9 @@ from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .ops.common.handed_maps import Scope
 from .ops.common.modes import runs_within_others
 from .ops.common.module_state import ModuleState, submodules
+from .ops.common.shared_maps import Scope
 from .surgery import Mixin, members, mix_in, mix_out
 
 __all__ = [

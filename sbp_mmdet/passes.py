@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .library_code import FunctionSnapshot, library_code, replaced_code
-from .ops.common.handed_maps import Scope, open_scope
 from .ops.common.modes import evaluates_lean
+from .ops.common.shared_maps import Scope, open_scope
 from .ops.common.uncompiled import uncompiled
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
@@ -23,10 +23,10 @@ from .surgery import Mixin, mix_in, mix_out, refuse_tracing, stock_class
 __all__ = [
     'PLANNER',
     'DrawsInPasses',
-    'HandingOn',
+    'SharesMaps',
     'attach_draws',
     'detach_draws',
-    'hand_on_within',
+    'share_maps_within',
     'has_hooks_of_others',
     'is_known_inside',
     'of_known_library',
@@ -95,8 +95,8 @@ def detach_draws(model: nn.Module, used: list[StepDraws]) -> None:
                 del module.step_draws
 
 
-class HandingOn(Mixin):
-    """Mixin of a module whose layers may share saved maps, see :mod:`.ops.common.handed_maps`.
+class SharesMaps(Mixin):
+    """Mixin of a module whose layers may share saved maps, see :mod:`.ops.common.shared_maps`.
 
     It opens a scope if all code inside of it is known: modules of known libraries, unchanged and without hooks. This is
     looked at in each pass, so a hook that is registered later counts.
@@ -106,10 +106,10 @@ class HandingOn(Mixin):
         refuse_tracing(self, args)
         if not (self.training or evaluates_lean()):
             return super().forward(*args, **kwargs)
-        return self._hand_on_maps(super().forward, args, kwargs)
+        return self._share_maps(super().forward, args, kwargs)
 
     @functools.partial(uncompiled, recursive=False)
-    def _hand_on_maps(self, forward, args, kwargs):
+    def _share_maps(self, forward, args, kwargs):
         with self._scope_of_maps():
             return forward(*args, **kwargs)
 
@@ -123,18 +123,18 @@ class HandingOn(Mixin):
 _NO_SCOPE = contextlib.nullcontext()
 
 
-def hand_on_within(model: nn.Module) -> None:
+def share_maps_within(model: nn.Module) -> None:
     """Make the largest modules whose code is known open a scope, within which layers share their saved maps.
 
     Args:
         model (nn.Module): A model, changed in place. The effects of an earlier call are undone first.
     """
     for module in model.modules():
-        if isinstance(module, HandingOn):
-            mix_out(module, HandingOn)
+        if isinstance(module, SharesMaps):
+            mix_out(module, SharesMaps)
         vars(module).pop('_inside', None)
     for module in dict.fromkeys(_find_scopes(model, 0)):  # one that several modules share comes several times
-        mix_in(module, HandingOn)
+        mix_in(module, SharesMaps)
 
 
 def _find_scopes(module, depth) -> Iterator[nn.Module]:
@@ -143,8 +143,8 @@ def _find_scopes(module, depth) -> Iterator[nn.Module]:
     Where a part becomes unknown later, those around it open no scope any more, and those beside it still do.
     """
     inside = [*module.modules()]
-    handing = [m for m in inside if getattr(m, 'hands_on', False) or isinstance(m, nn.Conv2d)]
-    if len(handing) < 2 or not any([getattr(m, 'hands_on', False) for m in handing]):
+    sharing = [m for m in inside if getattr(m, 'shares_maps', False) or isinstance(m, nn.Conv2d)]
+    if len(sharing) < 2 or not any([getattr(m, 'shares_maps', False) for m in sharing]):
         return
     known = of_known_library(module) and is_known_inside(module)
     if known and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):

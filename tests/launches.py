@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
 from sbp_mmdet.ops.common import flash as flash
-from sbp_mmdet.ops.common.handed_maps import Scope
+from sbp_mmdet.ops.common.shared_maps import Scope
 
 __all__ = ['AMP', 'BLOCKS', 'Launches', 'count_block_launches', 'count_all_blocks', 'format_table']
 

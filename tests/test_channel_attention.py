@@ -142,7 +142,7 @@ def test_channel_attention_by_itself_is_exact(kind):
 
 
 @pytest.mark.parametrize('place', [1, 2])
-def test_maps_that_are_written_to_are_not_handed_on(place):
+def test_maps_that_are_written_to_are_not_shared(place):
     layers = [build_conv('SiLU'), ATTENTIONS['SELayer'](), build_conv(norm=False)]
     layers.insert(place, DoublesInPlace())
     plain, lean, _ = build_plain_and_lean(Held(*layers))
@@ -227,7 +227,7 @@ def test_eight_bits_are_near():
 
 
 @pytest.mark.parametrize('project, is_known', [('EfficientDet', True), ('EfficientDetOfMine', False)])
-def test_layers_of_mmdets_own_projects_hand_on_their_maps(project, is_known):
+def test_layers_of_mmdets_own_projects_share_their_maps(project, is_known):
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()

@@ -11,8 +11,8 @@ from torch import nn
 
 from sbp_mmdet.ops.common.activations import ACTIVATIONS, Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.handed_maps import Scope
 from sbp_mmdet.ops.common.kept_maps import add, keep
+from sbp_mmdet.ops.common.shared_maps import Scope
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 MODULES = {
@@ -296,7 +296,7 @@ def test_what_is_not_finite_is_read_as_such(value):
 
 
 @pytest.mark.parametrize('storage', ['native', 'int8'])
-def test_what_was_written_to_is_not_handed_on(storage):
+def test_what_was_written_to_is_not_shared(storage):
     stock, lean = build_chains(storage, 2, norm='batch', act='silu')
 
     def run_changed(chain, x):

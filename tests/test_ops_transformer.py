@@ -15,7 +15,7 @@ from torch import nn
 import sbp_mmdet.ops.deformable_attention as deformable_module
 from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
-from sbp_mmdet.ops.common.handed_maps import Scope
+from sbp_mmdet.ops.common.shared_maps import Scope
 from sbp_mmdet.ops.deformable_attention import DeformableSettings, DeformableTensors, deformable_attention
 from sbp_mmdet.ops.deformable_encoder_layer import EncoderSettings, EncoderTensors, deformable_encoder_layer
 from sbp_mmdet.ops.ffn import FFNSettings, FFNTensors, feed_forward

@@ -21,8 +21,8 @@ from sbp_mmdet.ops.channel_mlp import MLPSettings, MLPTensors, channel_mlp
 from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.common.autograd_function import Form
 from sbp_mmdet.ops.common.folding import normalise, normalise_backward
-from sbp_mmdet.ops.common.handed_maps import Scope, hand_on
 from sbp_mmdet.ops.common.kept_maps import KeptMap
+from sbp_mmdet.ops.common.shared_maps import Scope, share_map
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.variants import load_config, with_variant
 from sbp_mmdet.verify import comparison
@@ -350,7 +350,7 @@ def test_a_map_that_is_handed_on_and_written_to():
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
     with Scope():
         inside = x * 1
-        hand_on(inside, KeptMap(inside))
+        share_map(inside, KeptMap(inside))
         activate(ActivationSettings(Form(), Activation('silu'), inplace=True), ActivationTensors(inside))
         inside.sum().backward()
     (expected,) = torch.autograd.grad(nn.functional.silu(x).sum(), x)

@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 
 from sbp_mmdet.plan import command, counts, planner
 from sbp_mmdet.plan.inputs import Inputs
-from sbp_mmdet.plan.planner import Row, choose_row, count_needed_bytes, parse_bytes, parse_size, plan
+from sbp_mmdet.plan.planner import Row, choose_row, count_needed_bytes, plan
 from sbp_mmdet.plan.variants import load_config, plain
 
 FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
@@ -36,22 +36,6 @@ def round_numbers(monkeypatch):
     """Set the margin to 10 % and all other memory to 0.6 GB."""
     for name, value in dict(MARGIN=0.1, WORKSPACES=10**8, CONTEXT=5 * 10**8).items():
         monkeypatch.setattr(planner, name, value)
-
-
-def test_budgets_and_sizes():
-    assert parse_bytes('8GiB') == 8 * 2**30
-    assert parse_bytes(' 7.5 gb') == 7_500_000_000
-    assert parse_bytes('6000MiB') == 6000 * 2**20
-    for text in ('8', 'much', '8 GiBi'):
-        with pytest.raises(ValueError, match=f"budget '{text}' cannot be read.*24GiB"):
-            parse_bytes(text)
-    for text in ('-1GB', '0GiB'):
-        with pytest.raises(ValueError, match=f"budget '{text}' must be positive"):
-            parse_bytes(text)
-    assert parse_size('800x1333') == parse_size('800, 1333') == (800, 1333)
-    for text, message in (('800', 'cannot be read'), ('axb', 'cannot be read'), ('16x1333', '32 or more')):
-        with pytest.raises(ValueError, match=message):
-            parse_size(text)
 
 
 def test_need_is_the_peak_with_margin_and_context():
@@ -218,17 +202,6 @@ def test_sizes_of_other_batches_are_said_where_they_differ(usual, rare, said, pl
     command.main(['plan', FRCNN, '--budget', '8GiB'])
     page = capsys.readouterr().out
     assert f'1 image of 64 x 64 with 1 box each (as given; boxes: of the annotations{said}). Each' in page
-
-
-def test_a_missing_budget_is_said_before_the_config_is_read(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    monkeypatch.setattr(command, 'load_config', lambda *args: pytest.fail('the config was read'))
-    with pytest.raises(SystemExit):
-        command.main(['plan', FRCNN])
-    with pytest.raises(SystemExit):
-        command.main(['rehearse', FRCNN, '--budget', 'lots'])
-    first, second = capsys.readouterr().err.splitlines()
-    assert 'this machine has no GPU' in first and "budget 'lots' cannot be read" in second
 
 
 def test_warnings_that_nobody_can_act_upon_are_not_shown(planning, monkeypatch, recwarn):

@@ -244,7 +244,7 @@ def test_a_change_that_fails_half_way_is_taken_back(monkeypatch):
     def fail(model):
         raise ValueError('half way')
 
-    monkeypatch.setattr('sbp_mmdet.apply.hand_on_within', fail)
+    monkeypatch.setattr('sbp_mmdet.apply.share_maps_within', fail)
     with pytest.raises(ValueError, match='half way'):
         apply_lean(model, 'int8', verify=False)
     assert [*map(type, model.modules())] == kinds

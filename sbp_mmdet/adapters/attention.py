@@ -41,7 +41,7 @@ class LeanMultiheadAttention(LeanModule):
     """
 
     samples = has_reference = False
-    draws_otherwise = True  # on a GPU, torch's kernel drops other entries than the own code
+    reorders_dropout = True  # on a GPU, torch's kernel drops other entries than the own code
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""

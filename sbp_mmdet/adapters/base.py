@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.modes import evaluates_lean, runs_within_others
-from ..ops.common.stochastic_depth import drawn_factor, on_images
+from ..ops.common.stochastic_depth import draw_factor, on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
@@ -33,7 +33,7 @@ from .bindings import Binding
 from .bound import Bound, bind
 from .copies import original, path_of
 from .inputs import are_known_inputs, put_in_position, renamed_arguments
-from .parameters import drops_numbers, trains
+from .parameters import has_active_dropout, has_trained_parameters
 from .predicate import derives_plainly
 
 __all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'adapter', 'adapter_of', 'adapter_of_class']
@@ -111,13 +111,13 @@ class LeanModule(Mixin):
         thins_only (bool): Whether it changes nothing if no tokens are dropped. Default: False.
         runs_blocks (bool): Whether it runs blocks that have adapters themselves without calling them. Default: False.
         shares_modules (bool): Whether the modules of :meth:`bypasses` have adapters of their own too. Default: False.
-        hands_on (bool): Whether the next layer may use its saved maps, see :mod:`sbp_mmdet.passes`. Default: False.
+        shares_maps (bool): Whether the next layer may use its saved maps, see :mod:`sbp_mmdet.passes`. Default: False.
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
         is_sequence (bool): Whether the parts are operations that run one after the other, the first on the module's
             input. With ``exact_min``, such a layer saves its input only. Default: False.
-        draws_otherwise (bool): Whether :meth:`lean_forward` draws dropout in another order than the module's own code.
+        reorders_dropout (bool): Whether :meth:`lean_forward` draws dropout in another order than the module's own code.
             Such a module with dropout also runs lean in training mode without gradients: a reentrant checkpoint runs it
             so at first, and with gradients when it recomputes it, and both have to drop the same numbers. Default:
             False.
@@ -135,11 +135,11 @@ class LeanModule(Mixin):
     thins_only = False
     runs_blocks = False
     shares_modules = False
-    hands_on = False
+    shares_maps = False
     has_reference = True
     folds_frozen_norms = False
     is_sequence = False
-    draws_otherwise = False
+    reorders_dropout = False
     separable = False
 
     def forward(self, *args, **kwargs):
@@ -171,19 +171,19 @@ class LeanModule(Mixin):
 
     def runs_lean(self) -> bool:
         """Return whether a call runs lean now. If a bypassed module has changed, the operations are bound again."""
-        if not torch.is_grad_enabled() and not (self.draws_otherwise and self.training and drops_numbers(self)):
+        if not torch.is_grad_enabled() and not (self.reorders_dropout and self.training and has_active_dropout(self)):
             return False
         bound = self._lean.bound
         if bound.reference or runs_within_others():
             return False
         if not self.training:
-            if not self.folds_frozen_norms or trains(self):
+            if not self.folds_frozen_norms or has_trained_parameters(self):
                 return False
         if not bound.bypassed.unchanged(self):
-            bound = self.bind_anew()
+            bound = self.rebind()
         return bound.reason is None
 
-    def bind_anew(self, warns: bool = True) -> Bound:
+    def rebind(self, warns: bool = True) -> Bound:
         """Bind the operations in the present state of the module. Warn of reasons against them that are new."""
         before, place = self._lean.bound, self._lean
         bound = bind(type(self), self, place.settings, running=True)
@@ -333,7 +333,7 @@ class LeanModule(Mixin):
             return part(form, x, **options)
         images = None if draws is None else draws.images((*layer, name), len(x))
         if images is None:
-            return part(form, x, factor=drawn_factor(drop, x, part.scale, rate), **options)
+            return part(form, x, factor=draw_factor(drop, x, part.scale, rate), **options)
 
         def on_some(x):
             return part(form, x, factor=1 / (1 - rate), **options)

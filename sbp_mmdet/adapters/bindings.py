@@ -20,7 +20,7 @@ from ..ops.common.rerun_conv import convolve
 from ..ops.downsample import NormLinearSettings, NormLinearTensors, norm_linear
 from ..ops.layer_norm import NormSettings, NormTensors, layer_norm
 from ..stochastic_backprop.masks import Positions
-from .parameters import Remembered, weight_and_bias, weights_and_biases
+from .parameters import CachedSettings, weight_and_bias, weights_and_biases
 from .predicate import find_problems, tensors_in
 
 __all__ = [
@@ -191,7 +191,7 @@ class ChannelMLPBinding(Binding):
 
     @functools.cached_property
     def _settings(self):
-        return Remembered(MLPSettings)
+        return CachedSettings(MLPSettings)
 
     def reads(self, form: Form):
         """See :meth:`Binding.reads`."""
@@ -299,7 +299,7 @@ class SelfAttentionBinding(Binding):
 
     @functools.cached_property
     def _settings(self):
-        return Remembered(AttentionSettings)
+        return CachedSettings(AttentionSettings)
 
     def reads(self, form: Form):
         """See :meth:`Binding.reads`."""
@@ -329,7 +329,7 @@ class NormLinearBinding(Binding):
 
     @functools.cached_property
     def _settings(self):
-        return Remembered(NormLinearSettings)
+        return CachedSettings(NormLinearSettings)
 
     def length(self, x: Tensor) -> int:
         """See :meth:`Binding.length`."""

@@ -13,7 +13,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from ..library_code import FunctionSnapshot, library_code
-from ..ops.common.handed_maps import unchanged_code
+from ..ops.common.shared_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
 from .inputs import precisions_of_products
 from .predicate import GLOBAL_HOOKS, cached_answers, is_hooked_globally

@@ -20,7 +20,7 @@ class LeanChannelAttention(LeanModule):
 
     dims = 4
     samples = has_reference = False
-    hands_on = True
+    shares_maps = True
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the layer on (N, C, H, W)."""
@@ -39,7 +39,7 @@ class LeanActivation(LeanModule):
 
     dims = 4
     samples = has_reference = False
-    hands_on = True
+    shares_maps = True
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""

@@ -28,7 +28,7 @@ _ENCODER = ('self_attn', 'norm', 'ffn', 'norm')
 class LeanTransformerLayer(LeanModule):
     """Encoder layer with deformable attention, as one operation. Other layers are changed submodule by submodule."""
 
-    checkpointed = hands_on = draws_otherwise = True
+    checkpointed = shares_maps = reorders_dropout = True
     has_reference = False
 
     def parts(self):

@@ -153,7 +153,7 @@ class ConvNormActBinding(Binding):
         # A single image (C, H, W) runs the modules' own code. So do no images, unless SyncBN needs all processes to
         # communicate alike.
         if x.dim() != 4 or (not x.numel() and _process_group(norm) is None):
-            return self.own_code(x, residual)
+            return self.run_own_code(x, residual)
         if norm is not None and 'norm' not in self.fused:
             x = norm(self._layer(form, x))
             x = x if residual is None else x + residual
@@ -168,11 +168,11 @@ class ConvNormActBinding(Binding):
         return ConvNorm(self.conv, norm, self.act if behind and 'act' in self.fused else None)
 
     @property
-    def length_behind(self) -> int:
+    def num_modules_after(self) -> int:
         """Number of modules after the convolution."""
         return (self.norm is not None) + (self.act is not None)
 
-    def own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def run_own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Call the modules, with the arguments of the layer."""
         x = self.conv(x)
         x = x if self.norm is None else self.norm(x)
@@ -296,7 +296,7 @@ class LeanConv(LeanModule):
 
     dims = 4
     samples = has_reference = False
-    folds_frozen_norms = hands_on = True
+    folds_frozen_norms = shares_maps = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
@@ -312,7 +312,7 @@ class LeanConvModule(LeanModule):
     """mmcv's ``ConvModule``: convolution, norm and activation."""
 
     samples = has_reference = False
-    folds_frozen_norms = hands_on = True
+    folds_frozen_norms = shares_maps = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -19,7 +19,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import ConvNorm, count_batches
 from .copies import problem_of_copy
-from .parameters import Remembered, weight_and_bias
+from .parameters import CachedSettings, weight_and_bias
 from .predicate import unsupported
 from .roles import ROLES, any_setting
 
@@ -87,7 +87,7 @@ class CSPBinding(Binding):
             convolutions = [self.layer.short_conv, self.layer.main_conv, *convolutions, self.layer.final_conv]
         layers = [ConvNorm(conv.conv, conv.norm, conv.activate) for conv in convolutions]
         adds = tuple(_adds(block) for block in self.blocks)
-        return layers, [conv.norm for conv in convolutions], Remembered(CSPSettings), tuple(map(len, blocks)), adds
+        return layers, [conv.norm for conv in convolutions], CachedSettings(CSPSettings), tuple(map(len, blocks)), adds
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -159,7 +159,7 @@ class _CSP(LeanModule):
 
     dims = 4
     samples = has_reference = False
-    folds_frozen_norms = separable = hands_on = True
+    folds_frozen_norms = separable = shares_maps = True
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the module on (N, C, H, W)."""

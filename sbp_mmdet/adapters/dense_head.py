@@ -19,7 +19,7 @@ class LeanRPNHead(LeanModule):
     """Head of a region proposal network with one hidden convolution, run level by level."""
 
     samples = has_reference = False
-    hands_on = True
+    shares_maps = True
     callers = ('loss', 'loss_and_predict', 'predict', 'loss_by_feat', 'predict_by_feat')
 
     def bypasses(self):

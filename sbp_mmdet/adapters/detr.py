@@ -34,7 +34,7 @@ from .base import LeanModule, adapter
 from .bindings import Binding
 from .conv_module import activation_of
 from .ffn import modules_of_ffn, problem_of_ffn, rate_of
-from .parameters import Remembered, weights_and_biases
+from .parameters import CachedSettings, weights_and_biases
 from .predicate import unsupported
 
 __all__ = [
@@ -259,7 +259,7 @@ class EncoderLayerBinding(Binding):
         sizes = attention.num_heads, attention.num_levels, attention.num_points
         fixed = sizes, attention.im2col_step, activation_of(act), (first.eps, second.eps)
         layers = [*_linears_of(attention), first, up, down, second]
-        settings = Remembered(functools.partial(_settings_of_layer, *fixed))
+        settings = CachedSettings(functools.partial(_settings_of_layer, *fixed))
         return layers, (attention.dropout, dropout1, dropout2), settings
 
     def reads(self, form: Form):
@@ -296,7 +296,7 @@ class LeanDeformableEncoderLayer(LeanModule):
     With ``sbp``, attention and feed-forward network backpropagate through kept tokens.
     """
 
-    checkpointed = hands_on = draws_otherwise = True
+    checkpointed = shares_maps = reorders_dropout = True
     has_reference = False
 
     def parts(self):

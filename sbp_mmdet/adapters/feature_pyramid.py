@@ -18,7 +18,7 @@ class LeanFPN(LeanModule):
     """Feature pyramid network without norms. Convolutions of extra levels have adapters of their own."""
 
     samples = has_reference = False
-    hands_on = True
+    shares_maps = True
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`."""

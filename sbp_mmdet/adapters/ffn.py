@@ -16,7 +16,7 @@ from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
 from .bindings import Binding, Problems
 from .conv_module import activation_of
-from .parameters import Remembered, weights_and_biases
+from .parameters import CachedSettings, weights_and_biases
 
 __all__ = ['LeanFFN', 'modules_of_ffn', 'problem_of_ffn', 'rate_of', 'recomputed']
 
@@ -86,7 +86,7 @@ class _FFNBinding(Binding):
     def _structure(self):
         """Layers in the order of :class:`.FFNTensors`, those of dropout, and cached settings."""
         (up, act, first), down, second = self.ffn.layers
-        return (up, down), (first, second), Remembered(functools.partial(_settings_of_ffn, activation_of(act)))
+        return (up, down), (first, second), CachedSettings(functools.partial(_settings_of_ffn, activation_of(act)))
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -156,7 +156,7 @@ class LeanFFN(LeanModule):
     """mmcv's ``FFN``, which saves its input and recomputes the hidden layer."""
 
     has_reference = False
-    draws_otherwise = True
+    reorders_dropout = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

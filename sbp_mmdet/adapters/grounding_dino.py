@@ -39,7 +39,7 @@ _LAYERS = dict(
 class LeanFusion(LeanModule):
     """Fusion block of Grounding DINO: norms, attention in both directions and shortcuts as one operation."""
 
-    checkpointed = draws_otherwise = True
+    checkpointed = reorders_dropout = True
     samples = has_reference = False
 
     def bypasses(self):

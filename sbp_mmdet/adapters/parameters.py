@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-__all__ = ['Remembered', 'drops_numbers', 'trains', 'weight_and_bias', 'weights_and_biases']
+__all__ = ['CachedSettings', 'has_active_dropout', 'has_trained_parameters', 'weight_and_bias', 'weights_and_biases']
 
 
-class Remembered:
+class CachedSettings:
     """Cache of an operation's settings: they are built again only when one of their values changes.
 
     Copies and pickles of the cache start empty.
@@ -20,7 +20,7 @@ class Remembered:
         self.kind, self._made_of, self._made = kind, None, None
 
     def __reduce__(self):
-        return Remembered, (self.kind,)
+        return CachedSettings, (self.kind,)
 
     def __call__(self, *made_of):
         """Return the settings that ``kind`` builds from these arguments."""
@@ -61,7 +61,7 @@ def weights_and_biases(modules: Iterable[nn.Module]) -> list[Tensor | None]:
     return tensors
 
 
-def trains(module: nn.Module) -> bool:
+def has_trained_parameters(module: nn.Module) -> bool:
     """Return whether any parameter of a module needs a gradient.
 
     ``nn.Module.parameters()`` takes ten times as long to list them.
@@ -72,10 +72,10 @@ def trains(module: nn.Module) -> bool:
     own = module.__dict__
     if any([p is not None and p.requires_grad for p in own['_parameters'].values()]):
         return True
-    return any([child is not None and trains(child) for child in own['_modules'].values()])
+    return any([child is not None and has_trained_parameters(child) for child in own['_modules'].values()])
 
 
-def drops_numbers(module: nn.Module) -> bool:
+def has_active_dropout(module: nn.Module) -> bool:
     """Return whether dropout is active in a module: in an ``nn.Dropout`` inside it, or as the rate of an attention.
 
     Args:

@@ -74,7 +74,7 @@ class ConvPoolBinding(Binding):
         return ConvNormActBinding(self.conv, self.norm)
 
     @property
-    def length_behind(self) -> int:
+    def num_modules_after(self) -> int:
         """Number of modules after the convolution."""
         return 2 + (self.norm is not None)
 
@@ -94,7 +94,7 @@ class LeanVGG(LeanModule):
 
     dims = 4
     samples = has_reference = False
-    separable = hands_on = True
+    separable = shares_maps = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. The name of a part is the index of its convolution."""
@@ -103,7 +103,7 @@ class LeanVGG(LeanModule):
             part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
             if part:
                 parts[str(i)] = part
-            i += 1 + (part.length_behind if part else 0)
+            i += 1 + (part.num_modules_after if part else 0)
         return parts
 
     def bypasses(self):
@@ -116,7 +116,7 @@ class LeanVGG(LeanModule):
         while i < len(self.features):
             part = self.part(str(i))
             x = self.features[i](x) if part is None else part(self.form, x)
-            i += 1 + (part.length_behind if part else 0)
+            i += 1 + (part.num_modules_after if part else 0)
             if i - 1 in ends:
                 outs.append(x)
         return outs[0] if len(outs) == 1 else tuple(outs)

@@ -55,7 +55,7 @@ class LeanRepVGGBlock(LeanModule):
     dims = 4
     checkpointed = True
     samples = has_reference = False
-    separable = hands_on = True
+    separable = shares_maps = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""

@@ -11,7 +11,7 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding
 from .copies import original, problem_of_copy
-from .parameters import trains
+from .parameters import has_trained_parameters
 from .pooling import ConvPoolBinding
 from .predicate import unsupported
 from .resnet_chain import ResidualChainBinding, may_chain
@@ -25,7 +25,7 @@ class _Convolutional(LeanModule):
     dims = 4
     checkpointed = calls_layers = True
     samples = has_reference = False
-    folds_frozen_norms = separable = hands_on = True
+    folds_frozen_norms = separable = shares_maps = True
 
     def layer(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Run a layer of :meth:`parts`, or the modules' own code if the operation cannot be used.
@@ -39,7 +39,7 @@ class _Convolutional(LeanModule):
             Tensor: Output of the layer.
         """
         part = self.part(name)
-        return type(self).parts(self)[name].own_code(x, residual) if part is None else part(self.form, x, residual)
+        return type(self).parts(self)[name].run_own_code(x, residual) if part is None else part(self.form, x, residual)
 
     def ends_apart(self, name: str) -> bool:
         """Return whether the last layer was bound without the block's last activation, see :func:`_ends_apart`.
@@ -236,7 +236,11 @@ class LeanResNet(_Convolutional):
     @classmethod
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
-        return cls.is_stock(module) and not module.deep_stem and any(map(trains, (module.conv1, module.norm1)))
+        return (
+            cls.is_stock(module)
+            and not module.deep_stem
+            and any(map(has_trained_parameters, (module.conv1, module.norm1)))
+        )
 
 
 def _pools(backbone):
@@ -270,4 +274,4 @@ class LeanHRNet(_Convolutional):
     def applies_to(cls, module: nn.Module) -> bool:
         """See :meth:`.LeanModule.applies_to`."""
         stem = module.conv1, module.norm1, module.conv2, module.norm2
-        return cls.is_stock(module) and any(map(trains, stem))
+        return cls.is_stock(module) and any(map(has_trained_parameters, stem))

@@ -21,7 +21,7 @@ from .bindings import Binding
 from .conv_module import ConvNorm, count_batches, layers_of
 from .copies import original
 from .csp import CSPBinding
-from .parameters import Remembered
+from .parameters import CachedSettings
 from .predicate import cached_answers, find_problems, unsupported
 from .roles import ROLES
 
@@ -71,7 +71,7 @@ class ResidualChainBinding(Binding):
             layers += own if shortcut is None else [*own, (conv, norm)]
             blocks.append(BlockSettings(len(own), shortcut is not None, *map(_settings_of_pool, pools)))
         norms = [norm for _, norm in layers]
-        return [ConvNorm(*layer) for layer in layers], norms, tuple(blocks), Remembered(ChainSettings)
+        return [ConvNorm(*layer) for layer in layers], norms, tuple(blocks), CachedSettings(ChainSettings)
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -96,7 +96,7 @@ class LeanStage(LeanModule):
 
     dims = 4
     samples = has_reference = False
-    folds_frozen_norms = separable = hands_on = runs_blocks = True
+    folds_frozen_norms = separable = shares_maps = runs_blocks = True
 
     def parts(self):
         """See :meth:`.LeanModule.parts`. A chain has the name of its first block, a layer that of its convolution."""
@@ -127,7 +127,7 @@ class LeanStage(LeanModule):
                 x = module(x)
             else:
                 x = part(self.form, x)
-                inside = len(part.blocks) - 1 if isinstance(part, _CHAINS) else part.length_behind
+                inside = len(part.blocks) - 1 if isinstance(part, _CHAINS) else part.num_modules_after
         return x
 
     @classmethod

@@ -14,7 +14,7 @@ from ..presets import Settings
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, NormLinearBinding, PatchNormBinding, mlp_of_ffn
 from .convnext import LeanLayerNorm
-from .parameters import Remembered, weights_and_biases
+from .parameters import CachedSettings, weights_and_biases
 
 __all__ = ['LeanSwinBlock', 'WindowAttentionBinding']
 
@@ -53,7 +53,7 @@ class WindowAttentionBinding(Binding):
         """Layers in the order of :class:`.WindowTensors`, the attention in a window, the shift, and cached settings."""
         attn, msa = self.attn, self.attn.w_msa
         fixed = msa.num_heads, attn.window_size, msa.scale, self.norm.eps
-        settings = Remembered(functools.partial(_settings_of_attention, *fixed))
+        settings = CachedSettings(functools.partial(_settings_of_attention, *fixed))
         return (self.norm, msa.qkv, msa.proj), msa, attn.shift_size, settings
 
     def _reference(self, x, size, factor):

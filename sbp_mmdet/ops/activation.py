@@ -17,8 +17,8 @@ from .common.autograd_function import (
     saved_tensors_of,
     take_tensors_out,
 )
-from .common.handed_maps import hand_on, handed_on
 from .common.kept_maps import KeptMap, keep
+from .common.shared_maps import find_shared_map, share_map
 
 __all__ = ['ActivationSettings', 'ActivationTensors', 'activate']
 
@@ -78,7 +78,7 @@ def activate(settings: ActivationSettings, tensors: ActivationTensors) -> Tensor
     saved = []
     y = apply_function(_InPlace, settings, saved, tensors.x)
     if saved:
-        hand_on(y, *saved)  # not before autograd has counted the write
+        share_map(y, *saved)  # not before autograd has counted the write
     return y
 
 
@@ -88,13 +88,13 @@ def _forward(settings, tensors, needs):
     if not needs.x:
         return y, None
     map = _saved_form(settings, x)
-    hand_on(y, map)
+    share_map(y, map)
     return y, ActivationSaved(map)
 
 
 def _saved_form(settings, x):
     """Return the saved form of the output. Where the input will be written to, it does not hold the input itself."""
-    act, storage, map = settings.activation, settings.form.storage, handed_on(x)
+    act, storage, map = settings.activation, settings.form.storage, find_shared_map(x)
     linear = isinstance(map, KeptMap) and map.activation is None and map.shortcut is None
     if not linear or (storage == 'native' and not map.is_exact) or (settings.inplace and _holds(map, x)):
         source = x.clone() if settings.inplace and storage == 'native' else x

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of
-from .common.handed_maps import hand_on
-from .common.kept_maps import KeptProduct, kept
+from .common.kept_maps import KeptProduct, keep_input
 from .common.precision import accumulator, cast
+from .common.shared_maps import share_map
 
 __all__ = ['GateSettings', 'GateTensors', 'gate_channels']
 
@@ -76,8 +76,8 @@ def _forward(settings, tensors, needs):
     y = x * gate
     if not any(needs):
         return y, None
-    product = KeptProduct(kept(x, x, settings.form.storage), gate)
-    hand_on(y, product)
+    product = KeptProduct(keep_input(x, x, settings.form.storage), gate)
+    share_map(y, product)
     return y, GateSaved(product, (x.dtype, gate.dtype))
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
 from .common.fixed_norms import NO_GRADIENTS, Factors, FixedGradients, FixedNorms, gradients_of_fixed, row_products
-from .common.handed_maps import hand_on, made_here
-from .common.kept_maps import KeptMap, keep, keep_term, kept
+from .common.kept_maps import KeptMap, keep, keep_input, keep_term
 from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
 from .common.precision import FULL, accumulator, cast, multiplied
+from .common.shared_maps import mark_as_made_here, share_map
 
 __all__ = [
     'ConvNormGradients',
@@ -194,7 +194,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
     s, t = settings, tensors
     x = cast(t.x, s.dtype)
     storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
-    source = kept(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
+    source = keep_input(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
     norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
     z = convolve(s, t, x, norms)
@@ -210,7 +210,7 @@ def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tupl
         y, normed, active = _activate(s, t, z, u, statistics)
     else:
         y, normed, active = u if s.activation is None else s.activation(u, inplace=True), None, None
-        made_here(y)
+        mark_as_made_here(y)
     parameters = ConvNormTensors(None, *t[1:5], t.running_mean if factors else None)
     dtypes = t.x.dtype, None if t.residual is None else t.residual.dtype
     return y, ConvNormSaved(parameters, t.x.shape, dtypes, source, normed, active, statistics, factors, extra)
@@ -278,7 +278,7 @@ def _activate(s, t, z, u, statistics):
         if t.residual is None or residual is not None:
             normed = KeptMap(normed.values, normed.unit, normed.base, scale, shift, act, residual)
             y = u if act is None else act(u, inplace=True)
-            hand_on(y, normed)
+            share_map(y, normed)
             return y, normed, None
     if act is None:
         return u, normed, None
@@ -292,7 +292,7 @@ def _activate(s, t, z, u, statistics):
         # Rounding would move values over 6, where ReLU6's derivative jumps too.
         storage = 'native' if act.name == 'relu6' else storage
         active = keep(u, storage, threshold=0 if act.jumps_at_zero else None)._replace(activation=act)
-    hand_on(y, active)
+    share_map(y, active)
     return y, normed, active
 
 

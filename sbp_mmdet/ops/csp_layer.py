@@ -26,10 +26,10 @@ from .common.autograd_function import (
     saved_tensors_of,
     take_tensors_out,
 )
-from .common.handed_maps import hand_on, made_here
-from .common.kept_maps import DEEPEST, keep, kept
+from .common.kept_maps import DEEPEST, keep, keep_input
 from .common.map_norms import affine_of_norm, keeps_full_precision, zero_of
 from .common.precision import cast, no_autocast
+from .common.shared_maps import mark_as_made_here, share_map
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
 from .csp_backward import GROUP, CSPBackward, CSPSaved
 from .residual_layer import layers_of_pass, run_layer
@@ -86,7 +86,7 @@ def csp_layer(
                 return apply_function(_Node, settings, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         y = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), None).run(x, gate)
-        made_here(y)
+        mark_as_made_here(y)
         return y
 
 
@@ -152,14 +152,14 @@ class _Forward:
         """Return the output."""
         s, given, first = self.settings, x, self.settings.layers[0]
         x = cast(x, first.dtype)
-        source = kept(given, x, first.form.storage) if self._needs_source() else None
+        source = keep_input(given, x, first.form.storage) if self._needs_source() else None
         if keeps_full_precision(first, x):
             x = given
         if not s.whole:
             y = self._blocks(x, 0)
             self.saved = CSPSaved(source, tuple(self.sums))
             if self.needs is not None:
-                self._hand_on(y, source)
+                self._share_output(y, source)
             return y
         short = self._layer(0, x)
         both = torch.cat((self._blocks(self._layer(1, x), 2), short), 1)
@@ -172,7 +172,7 @@ class _Forward:
         self.saved = CSPSaved(source, tuple(self.sums), pooled, inside)
         y = self._layer(len(self.layers) - 1, both)
         if self.needs is not None:
-            self._hand_on(y, source)
+            self._share_output(y, source)
         return y
 
     def _needs_source(self):
@@ -220,7 +220,7 @@ class _Forward:
                 x = x.add_(given) if free else x + given
         return x
 
-    def _hand_on(self, y, source):
+    def _share_output(self, y, source):
         """Share the saved form of the output with the next layer, if it adds up at most ``DEEPEST`` maps."""
         map, i = self._output_map(len(self.layers) - 1), len(self.layers) - 1
         adds, sizes = [*self.settings.adds], [*self.settings.blocks]
@@ -237,7 +237,7 @@ class _Forward:
         while terms:
             map = terms.pop()._replace(shortcut=map)
         if getattr(map, 'values', None) is not y:
-            hand_on(y, map)
+            share_map(y, map)
 
     def _output_map(self, i):
         """Return the saved form of a layer's output, or ``None`` if it is recomputed."""

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, in_precision
-from .common.handed_maps import handed_on
 from .common.layouts import CHUNK
 from .common.normed import Normed
 from .common.precision import Stored, accumulate, column_sums, promoted, store
+from .common.shared_maps import find_shared_map
 
 __all__ = [
     'FIXED',
@@ -376,7 +376,8 @@ def _attention_forward(settings, tensors, needs):
     s, t = settings, tensors
     attended = run_kernel(s, t, *kernel_inputs(s, t))
     out = F.linear(attended, t.output_weight.to(s.dtype), t.output_bias.to(s.dtype))
-    value = handed_on(t.value)  # an encoder's output, which its last layer saves as the sum in front of its last norm
+    # An encoder's output is saved by its last layer, as the sum in front of its last norm.
+    value = find_shared_map(t.value)
     value = value if isinstance(value, Normed) else None
     return out, DeformableSaved(t if value is None else t._replace(value=None), store(attended, s.form.storage), value)
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
-from .common.handed_maps import hand_on, handed_on
 from .common.layouts import add_rows_, chunks
 from .common.normed import Normed, norm, norm_backward
 from .common.precision import Sums, cast, cast_all, column_sums
 from .common.row_sampling import sample_rows
+from .common.shared_maps import find_shared_map, share_map
 from .deformable_attention import (
     FIXED,
     DeformableSettings,
@@ -223,9 +223,9 @@ def _layer_forward(settings, tensors, needs):
         total, out = (rows.view(x.shape) for rows in run.forward(x.flatten(0, 1), attended.flatten(0, 1)))
     if not any(needs):
         return out, None
-    source = handed_on(x)
+    source = find_shared_map(x)
     source = source if isinstance(source, Normed) else x
-    hand_on(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
+    share_map(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
     # With `int8` it is recomputed too: rounded, it would move hidden values close to zero across the ReLU's kink.
     attended = None if s.form.minimal or s.form.storage == 'int8' else attended
     return out, EncoderSaved(source, attended, total, tensors._replace(x=None), state)

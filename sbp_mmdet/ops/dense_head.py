@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Operation, gradients_of, in_precision
-from .common.kept_maps import KeptMap, keep, kept
+from .common.kept_maps import KeptMap, keep, keep_input
 from .common.layouts import memory_format
 from .common.precision import Sums, accumulator
 from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
@@ -133,7 +133,7 @@ def _forward(s, t, needs):
             y = F.relu_(s.conv.run(s.conv.reads(strip, height).of(x), weight, bias, strip, height))
             signs.append(SignBits.pack(y))
             strip.of(out).copy_(F.conv2d(y, out_weight, out_bias))
-    source = kept(t.x, x, s.form.storage) if needs.weight or (recomputes and any(needs)) else None
+    source = keep_input(t.x, x, s.form.storage) if needs.weight or (recomputes and any(needs)) else None
     saved = _Saved(t._replace(x=None), x.shape, t.x.dtype, memory_format(x), source, hidden, tuple(signs))
     return out, saved
 

@@ -20,7 +20,7 @@ from .common.autograd_function import (
     put_tensors_back,
     take_tensors_out,
 )
-from .common.kept_maps import kept
+from .common.kept_maps import keep_input
 from .common.layouts import memory_format
 from .common.precision import Sums, no_autocast
 from .common.row_strips import Convolution, Strip, StripSettings, cut_into_strips, zeros_in
@@ -88,7 +88,7 @@ class _Pyramid(torch.autograd.Function):
             outs = _run(s, levels)
             trains = any(any(need[1:]) for need in needs)
             for t in levels:
-                source = kept(t.x, t.x.to(s.dtype), s.form.storage) if trains else None
+                source = keep_input(t.x, t.x.to(s.dtype), s.form.storage) if trains else None
                 saved.append(_Level(source, t._replace(x=None), t.x.shape, t.x.dtype, memory_format(t.x)))
         tensors = []
         ctx.structure = take_tensors_out(tuple(saved), tensors)

@@ -23,10 +23,10 @@ __all__ = [
     'BlockSettings',
     'Inside',
     'KeptBlock',
-    'Members',
+    'BlockLayers',
     'block_backward',
-    'members_of',
-    'of_blocks',
+    'layers_of_blocks',
+    'split_by_block',
     'rerun_inside',
     'rerun_output',
     'run_block',
@@ -78,7 +78,7 @@ class KeptBlock(NamedTuple):
     layers: tuple[KeptLayer | None, ...]
 
 
-class Members(NamedTuple):
+class BlockLayers(NamedTuple):
     """The layers of a block in one pass.
 
     Attributes:
@@ -114,7 +114,7 @@ class Inside(NamedTuple):
         return Inside([*others, self.inputs[-1]], [*others, self.outputs[-1]])
 
 
-def of_blocks(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequence]:
+def split_by_block(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequence]:
     """Cut a list with a value for each layer into those of each block.
 
     Args:
@@ -128,24 +128,24 @@ def of_blocks(blocks: Sequence[BlockSettings], values: Sequence) -> list[Sequenc
     return parts
 
 
-def members_of(
+def layers_of_blocks(
     blocks: Sequence[BlockSettings], layers: Sequence[Layer], signs: SignPacker | SignReader | None = None
-) -> list[Members]:
+) -> list[BlockLayers]:
     """Return the layers of each block.
 
     Args:
         blocks (Sequence[BlockSettings]): Settings of each block.
-        layers (Sequence[Layer]): The layers of all blocks, in the order of :func:`of_blocks`.
-        signs (SignPacker | SignReader | None): See :class:`Members`. Default: None.
+        layers (Sequence[Layer]): The layers of all blocks, in the order of :func:`split_by_block`.
+        signs (SignPacker | SignReader | None): See :class:`BlockLayers`. Default: None.
     """
     members = []
-    for block, own in zip(blocks, of_blocks(blocks, layers), strict=True):
-        members.append(Members(own[: block.number], own[-1] if block.projects else None, block.pool, signs))
+    for block, own in zip(blocks, split_by_block(blocks, layers), strict=True):
+        members.append(BlockLayers(own[: block.number], own[-1] if block.projects else None, block.pool, signs))
     return members
 
 
 def run_block(
-    members: Members, x: Tensor, saves_last: bool = True
+    members: BlockLayers, x: Tensor, saves_last: bool = True
 ) -> tuple[Tensor, KeptMap | None, list[int], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
@@ -153,7 +153,7 @@ def run_block(
     the norm is a group norm.
 
     Args:
-        members (Members): Layers of the block.
+        members (BlockLayers): Layers of the block.
         x (Tensor): Input of the block, shape (N, C, H, W).
         saves_last (bool): Whether the input of the last layer is saved for a backward pass. Default: True.
 
@@ -182,11 +182,11 @@ def run_block(
     return torch.relu_(out), last, signs, tuple(saved_layers)
 
 
-def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:
+def rerun_inside(members: BlockLayers, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:
     """Recompute the maps inside of a block whose ReLUs have their signs saved.
 
     Args:
-        members (Members): Layers of the block.
+        members (BlockLayers): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
         known (Inside | None): Maps that were recomputed before and are used as they are. If ``None``, there are none.
@@ -205,11 +205,11 @@ def rerun_inside(members: Members, saved: KeptBlock, x: Tensor, known: Inside | 
     return inside
 
 
-def rerun_output(members: Members, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
+def rerun_output(members: BlockLayers, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
     """Recompute the output of a block.
 
     Args:
-        members (Members): Layers of the block.
+        members (BlockLayers): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
         last (Tensor | None): The input of its last layer. If ``None``, the saved one.
@@ -225,7 +225,7 @@ def rerun_output(members: Members, saved: KeptBlock, x: Tensor, last: Tensor | N
 
 
 def block_backward(
-    members: Members,
+    members: BlockLayers,
     saved: KeptBlock,
     x: Tensor,
     inside: Inside | None,
@@ -236,7 +236,7 @@ def block_backward(
     """Compute the gradients of a block, given that of the sum that its last ReLU is applied to.
 
     Args:
-        members (Members): Layers of the block.
+        members (BlockLayers): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
         inside (Inside | None): Maps inside of the block that are known; the rest are recomputed. If ``None``, none

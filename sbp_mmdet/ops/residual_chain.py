@@ -25,10 +25,10 @@ from .common.autograd_function import (
     saved_tensors_of,
     take_tensors_out,
 )
-from .common.handed_maps import hand_on
-from .common.kept_maps import keep, kept
+from .common.kept_maps import keep, keep_input
 from .common.map_norms import keeps_full_precision
 from .common.precision import cast, no_autocast
+from .common.shared_maps import share_map
 from .common.sign_bits import SignPacker, SignReader
 from .conv_norm_act import ConvNormSettings, ConvNormTensors
 from .residual_block import (
@@ -36,11 +36,11 @@ from .residual_block import (
     BlockSettings,
     KeptBlock,
     block_backward,
-    members_of,
-    of_blocks,
+    layers_of_blocks,
     rerun_inside,
     rerun_output,
     run_block,
+    split_by_block,
 )
 from .residual_layer import PARAMETERS, layers_of_pass, parameter_gradients
 
@@ -97,7 +97,7 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
         return apply_function(_Chain, settings, tensors, *leaves)
     with torch.no_grad(), no_autocast(x):
         layers = layers_of_pass([*zip(settings.layers, tensors, strict=True)])
-        return _run(members_of(settings.blocks, layers), x)[0]
+        return _run(layers_of_blocks(settings.blocks, layers), x)[0]
 
 
 def _flat(layers):
@@ -124,7 +124,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, tensors, *leaves):
         x, needs, number = leaves[0], ctx.needs_input_grad[3:], len(PARAMETERS)
-        needs = of_blocks(settings.blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
+        needs = split_by_block(settings.blocks, [needs[i : i + number] for i in range(0, len(needs), number)])
         ctx.set_materialize_grads(False)
         first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in needs].index(True)
         ctx.skipped, ctx.dtype = sum(map(len, needs[:first])), x.dtype
@@ -132,14 +132,14 @@ class _Chain(torch.autograd.Function):
         with no_autocast(x):
             if first:
                 before = [*zip(settings.layers, tensors[: ctx.skipped], strict=False)]
-                x = _run(members_of(settings.blocks[:first], layers_of_pass(before)), x)[0]
+                x = _run(layers_of_blocks(settings.blocks[:first], layers_of_pass(before)), x)[0]
             pairs = [*zip(ctx.layers, tensors[ctx.skipped :], strict=True)]
             layers, signs = layers_of_pass(pairs), SignPacker()
-            y, source, saved = _run(members_of(ctx.blocks, layers, signs), x)
+            y, source, saved = _run(layers_of_blocks(ctx.blocks, layers, signs), x)
             s = layers[0].s
             output = keep(cast(y, s.dtype), s.form.storage, positive=True)._replace(activation=RELU)
         if output.values is not y:
-            hand_on(y, output)
+            share_map(y, output)
         norms, tensors_saved = layers[0].norms, []
         factors = norms.factors if norms.numbers else None
         ctx.structure = take_tensors_out((source, saved, output, factors, signs.finish()), tensors_saved)
@@ -156,7 +156,7 @@ class _Chain(torch.autograd.Function):
             layers = layers_of_pass(pairs, True, factors)
             grads = [output.activation_backward(cast(grad, layers[0].s.dtype))]
             del output
-            members = members_of(ctx.blocks, layers, SignReader(signs))
+            members = layers_of_blocks(ctx.blocks, layers, SignReader(signs))
             dx, gradients = _backward(members, source, saved, grads, ctx.needs, ctx.needs_input_grad[2])
             gradients = parameter_gradients(layers, gradients)
         skipped = [None] * ctx.skipped * len(PARAMETERS)
@@ -172,7 +172,7 @@ def _run(members, x):
     """
     s, signs, given, saved = members[0].layers[0].s, members[0].signs, x, []
     x = cast(x, s.dtype)
-    source = None if signs is None else kept(given, x, s.form.storage)
+    source = None if signs is None else keep_input(given, x, s.form.storage)
     if keeps_full_precision(s, x):
         x = given
     saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
@@ -187,7 +187,7 @@ def _backward(members, source, saved, grads, needs, needs_x):
     """Run the backward pass of the blocks. What is in a list is freed as soon as it was used.
 
     Args:
-        members (list[Members]): Layers of the blocks.
+        members (list[BlockLayers]): Layers of the blocks.
         source (KeptMap): Input of the first block.
         saved (list[KeptBlock]): What the blocks saved. It is emptied.
         grads (list[Tensor]): Gradient of the last ReLU's input. It is emptied.

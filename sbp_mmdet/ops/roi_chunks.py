@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .common.autograd_function import apply_function, differentiable_once
-from .common.handed_maps import Scope
 from .common.module_state import ModuleState, replaced, submodules
 from .common.precision import Sums, autocast_dtype
+from .common.shared_maps import Scope
 
 __all__ = ['ROIS', 'run_in_chunks']
 

@@ -116,7 +116,7 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
         before = module._lean.bound
         if before.reason or before.reference or before.bypassed.unchanged(module):
             continue
-        bound = module.bind_anew(warns=False)
+        bound = module.rebind(warns=False)
         new = [reason for _, reason in bound.left if reason not in {known for _, known in before.left}]
         if name in report.changed and (reason := bound.reason or '; '.join(dict.fromkeys(new))):
             reasons[name] = reason

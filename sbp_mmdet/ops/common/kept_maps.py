@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
-from .handed_maps import hand_on, handed_on, handed_on_by, is_made_here, open_scope
 from .precision import FEW, accumulator, cast, compute_in_parts
+from .shared_maps import find_shared_map, find_shared_maps_of, is_made_here, open_scope, share_map
 from .uncompiled import uncompiled
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'keep', 'keep_term', 'kept']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'keep', 'keep_input', 'keep_term']
 
 aten = torch.ops.aten
 
@@ -309,7 +309,7 @@ def _scaled(x, scale, shift):
     return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
 
 
-def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
+def keep_input(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
     """Return the saved form of a layer's input: the map that the previous layer shares, or the input itself.
 
     Args:
@@ -320,13 +320,13 @@ def kept(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProdu
     Returns:
         KeptMap | KeptCat | KeptProduct: The saved form.
     """
-    map = handed_on(x)
+    map = find_shared_map(x)
     if map is not None and (storage == 'int8' or map.is_exact):
         return map
     stored = type(x.grad_fn).__name__ == 'ReluBackward0'  # torch keeps the output of its own ReLU
     map = _concatenated(x, cast, storage) or keep(cast, 'native' if stored else storage)
     if getattr(map, 'values', None) is not x and is_made_here(x):
-        hand_on(x, map)  # for the other layers that x goes to
+        share_map(x, map)  # for the other layers that x goes to
     return map
 
 
@@ -338,7 +338,7 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
     node = x.grad_fn
     if type(node).__name__ != 'CatBackward0' or x.dim() != 4 or node._saved_dim not in (1, 2**64 - 3):
         return None
-    maps = handed_on_by(node.next_functions)
+    maps = find_shared_maps_of(node.next_functions)
     known = ((map, isinstance(map, _KEPT) and (storage == 'int8' or map.is_exact)) for map in maps)
     maps = [map if is_known else None for map, is_known in known]
     widths = [map.width if map is not None else None for map in maps]
@@ -365,15 +365,15 @@ def add(x: Tensor, shortcut: Tensor, storage: str) -> Tensor:
         Tensor: The sum.
     """
     out = x + shortcut
-    _hand_on_sum(out, x, shortcut, storage)
+    _share_sum(out, x, shortcut, storage)
     return out
 
 
 @uncompiled
-def _hand_on_sum(out, x, shortcut, storage):
-    first, second = handed_on(x), keep_term(shortcut, storage)
+def _share_sum(out, x, shortcut, storage):
+    first, second = find_shared_map(x), keep_term(shortcut, storage)
     if first is not None and second is not None and first.depth == 1 and out.dtype == x.dtype:
-        hand_on(out, first._replace(shortcut=second))
+        share_map(out, first._replace(shortcut=second))
 
 
 def keep_term(x: Tensor, storage: str) -> KeptMap | None:
@@ -386,7 +386,7 @@ def keep_term(x: Tensor, storage: str) -> KeptMap | None:
     Returns:
         KeptMap | None: The saved form.
     """
-    map = handed_on(x)
+    map = find_shared_map(x)
     if map is None and storage == 'native' and open_scope() is not None:
         map = KeptMap(x.detach())  # the next layer would keep as much
     return map if map is not None and map.depth < DEEPEST else None

@@ -15,7 +15,7 @@ from .precision import accumulator, autocast_dtype
 from .recorded_steps import Step, recorded_steps
 from .uncompiled import uncompiled
 
-__all__ = ['KeptImages', 'drawn_factor', 'factor_for', 'on_images']
+__all__ = ['KeptImages', 'draw_factor', 'factor_for', 'on_images']
 
 
 @uncompiled
@@ -95,7 +95,7 @@ def factor_for(factor: Tensor | float, dim: int, images: slice | int = slice(Non
     return factor[images].view(-1, *[1] * (dim - 1)) if isinstance(factor, Tensor) else factor
 
 
-def drawn_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) -> Tensor:
+def draw_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) -> Tensor:
     """Draw stochastic depth as a factor for each image, with random numbers in the precision of the plain branch.
 
     Args:

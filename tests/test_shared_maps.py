@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sbp_mmdet.ops.common.activations import Activation
-from sbp_mmdet.ops.common.handed_maps import Scope
 from sbp_mmdet.ops.common.kept_maps import add
+from sbp_mmdet.ops.common.shared_maps import Scope
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 
@@ -105,7 +105,7 @@ class Users(nn.Module):
         return self.second(x)
 
 
-def test_a_users_class_ends_what_is_handed_on():
+def test_a_users_class_ends_the_sharing_of_maps():
     plain = Users().train()
     assert (
         relative_error(
@@ -115,7 +115,7 @@ def test_a_users_class_ends_what_is_handed_on():
     )
 
 
-def test_known_code_hands_on_and_a_hook_ends_it_until_it_is_removed():
+def test_known_code_shares_maps_and_a_hook_ends_it_until_it_is_removed():
     """The second of two layers with SiLU reads its input from the map that the first one saves, so one map less is
     stored."""
     model, x = make_lean_copy(build_convs(2)), random_images()

@@ -2,8 +2,8 @@
 
 A convolution needs its input for the gradient of its weight. Often the layer in front saves tensors from which this
 input can be recomputed: a SiLU saves its own input, a batch norm the convolution's output. If the layer in front
-registers how to recompute its output (:func:`hand_on`), the next layer looks it up (:func:`handed_on`) and saves
-nothing of its own.
+registers how to recompute its output (:func:`share_map`), the next layer looks it up (:func:`find_shared_map`) and
+saves nothing of its own.
 
 This is right only while nothing writes to the output in between. Writes that autograd sees are found by the versions of
 tensors. Writes past autograd (``x.data``, numpy, DLPack) cannot be seen, so layers share maps only within a
@@ -25,11 +25,11 @@ from .uncompiled import uncompiled
 
 __all__ = [
     'Scope',
-    'hand_on',
-    'handed_on',
-    'handed_on_by',
+    'share_map',
+    'find_shared_map',
+    'find_shared_maps_of',
     'is_made_here',
-    'made_here',
+    'mark_as_made_here',
     'open_scope',
     'unchanged_code',
 ]
@@ -110,7 +110,7 @@ def _checkpoint():
     return frame
 
 
-def hand_on(y: Tensor, map: tuple) -> None:
+def share_map(y: Tensor, map: tuple) -> None:
     """Register how a layer's output is recomputed from what the layer saves. Without an open scope, do nothing.
 
     Args:
@@ -124,7 +124,7 @@ def hand_on(y: Tensor, map: tuple) -> None:
         entries[key] = _Entry(weakref.ref(y, lambda _: entries.pop(key, None)), map, versions, y._version)
 
 
-def handed_on(x: Tensor) -> tuple | None:
+def find_shared_map(x: Tensor) -> tuple | None:
     """Return how a layer's input is recomputed from what the layer in front saves.
 
     An entry whose input or tensors were written to since is removed.
@@ -133,7 +133,7 @@ def handed_on(x: Tensor) -> tuple | None:
         x (Tensor): The input.
 
     Returns:
-        tuple | None: The map that was given to :func:`hand_on`, or ``None`` if there is none, or no longer.
+        tuple | None: The map that was given to :func:`share_map`, or ``None`` if there is none, or no longer.
     """
     scope = open_scope()
     entry = None if scope is None else scope.entries.get(id(x))
@@ -145,8 +145,8 @@ def handed_on(x: Tensor) -> tuple | None:
     return entry.map
 
 
-def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
-    """Return how outputs of nodes of autograd's graph are recomputed, as :func:`handed_on` does for a tensor.
+def find_shared_maps_of(edges: Sequence[tuple]) -> list[tuple | None]:
+    """Return how outputs of nodes of autograd's graph are recomputed, as :func:`find_shared_map` does for a tensor.
 
     Args:
         edges (Sequence[tuple]): For each output its node, or ``None`` if it has none, and its number among the outputs
@@ -159,10 +159,10 @@ def handed_on_by(edges: Sequence[tuple]) -> list[tuple | None]:
     outputs = [entry.output() for entry in scope.entries.values()] if scope is not None else ()
     made_by = {(id(y.grad_fn), y.output_nr): y for y in outputs if y is not None and y.grad_fn is not None}
     outputs_of_edges = (None if node is None else made_by.get((id(node), number)) for node, number in edges)
-    return [None if y is None else handed_on(y) for y in outputs_of_edges]
+    return [None if y is None else find_shared_map(y) for y in outputs_of_edges]
 
 
-def made_here(y: Tensor) -> None:
+def mark_as_made_here(y: Tensor) -> None:
     """Register a tensor without gradient as made within this scope, unlike images, which other code may write to."""
     scope = open_scope()
     if scope is not None:
@@ -171,7 +171,7 @@ def made_here(y: Tensor) -> None:
 
 
 def is_made_here(x: Tensor) -> bool:
-    """Return whether a tensor was made within this scope, by the graph or by :func:`made_here`."""
+    """Return whether a tensor was made within this scope, by the graph or by :func:`mark_as_made_here`."""
     scope = open_scope()
     return scope is not None and (not x.is_leaf or id(x) in scope.made)
 

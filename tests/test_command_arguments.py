@@ -1,0 +1,123 @@
+"""Arguments of ``sbp-mmdet`` and paths in configs: what is wrong with them is one line that names the value."""
+
+import pytest
+import torch
+from mmengine.config import Config
+from test_command_errors import line_of
+
+from sbp_mmdet.plan import command
+from sbp_mmdet.plan.config_keys import describe_mistake
+from sbp_mmdet.plan.planner import parse_bytes, parse_size
+
+FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
+MASK_RCNN = 'mask-rcnn_r50_fpn_1x_coco.py'
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+        (f'mmdet::mask_rcn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        ('mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coc.py', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        ('mmdet::mask_rcn/mask-rcnn_r50_fpn_1x_coc.py', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'mmdet::faster_rcnn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'mmdet::{MASK_RCNN.removesuffix(".py")}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'configs/mask_rcnn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        (f'mmdet:mask_rcnn/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+        ('confg/my_modle.py', 'configs/my_model.py'),
+        ('configs/my_model', 'configs/my_model.py'),
+        (f'confg/{MASK_RCNN}', f'mmdet::mask_rcnn/{MASK_RCNN}'),
+    ],
+)
+def test_a_misspelt_path_of_a_config(name, said, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'configs').mkdir()
+    (tmp_path / 'configs/my_model.py').write_text('')
+    monkeypatch.chdir(tmp_path)
+    line = line_of(capsys, 'report', name)
+    where = '' if '::' in name else f' (working folder: {tmp_path})'
+    assert line == f'sbp-mmdet: error: config file {name} does not exist{where}; did you mean {said}?'
+    (tmp_path / 'child.py').write_text(f'_base_ = {name!r}')
+    if name.startswith('mmdet::') and name.endswith('.py'):
+        assert line_of(capsys, 'report', 'child.py').endswith(f' does not exist; did you mean {said}?')
+
+
+def test_a_path_that_resembles_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('mmdet::xyz/123.py', 'xyz/123.py', f'{tmp_path}/123.py', '::', 'child.py/mmm'):
+        (tmp_path / 'child.py').write_text('')
+        assert line_of(capsys, 'report', name).endswith('; check the path'), name
+    assert line_of(capsys, 'report', 'mmdet::mask_rcnn').endswith(
+        'error: mmdet::mask_rcnn is a folder; give the path of a config file in it'
+    )
+
+
+FILES = dict(
+    model=dict(backbone=dict(init_cfg=dict(checkpoint='weights.pth'))),
+    train_dataloader=dict(dataset=dict(ann_file='a/train.json', data_root='data/', img_suffix='.png')),
+    val_dataloader=dict(dataset=dict(ann_file='a b.json', data_root='data/')),
+    load_from='/there/my last.pth',
+    my_variable='weights.pth',
+)
+
+
+@pytest.mark.parametrize(
+    ('error', 'said'),
+    [
+        (
+            FileNotFoundError('weights.pth can not be found.'),
+            "model.backbone.init_cfg.checkpoint='weights.pth' does not exist; correct it",
+        ),
+        (
+            FileNotFoundError(2, 'No such file or directory', 'data/a/train.json'),
+            "train_dataloader.dataset.ann_file='a/train.json' (data/a/train.json) does not exist; correct it or its "
+            'data_root',
+        ),
+        (
+            FileNotFoundError(2, 'No such file or directory', 'data/a b.json'),
+            "val_dataloader.dataset.ann_file='a b.json' (data/a b.json) does not exist; correct it or its data_root",
+        ),
+        (
+            FileNotFoundError('/there/my last.pth can not be found.'),
+            "load_from='/there/my last.pth' does not exist; correct it",
+        ),
+        (
+            FileNotFoundError(2, 'No such file or directory', 'data/images/7.png'),
+            'data/images/7.png does not exist; correct the key of the config that leads to it, such as data_root',
+        ),
+    ],
+)
+def test_the_key_of_a_missing_file(error, said):
+    assert describe_mistake(Config(FILES), error) == said
+
+
+def test_a_missing_file_is_one_of_a_data_set_first():
+    path = 'data/coco/val.json'
+    names = dict(val_evaluator=dict(ann_file=path), val_dataloader=dict(dataset=dict(ann_file='val.json')))
+    said = describe_mistake(Config(names), FileNotFoundError(2, 'No such file or directory', path))
+    assert said.startswith("val_dataloader.dataset.ann_file='val.json' (data/coco/val.json) does not exist")
+
+
+def test_budgets_and_sizes():
+    assert parse_bytes('8GiB') == 8 * 2**30
+    assert parse_bytes(' 7.5 gb') == 7_500_000_000
+    assert parse_bytes('6000MiB') == 6000 * 2**20
+    for text in ('8', 'much', '8 GiBi'):
+        with pytest.raises(ValueError, match=f"budget '{text}' cannot be read.*24GiB"):
+            parse_bytes(text)
+    for text in ('-1GB', '0GiB'):
+        with pytest.raises(ValueError, match=f"budget '{text}' must be positive"):
+            parse_bytes(text)
+    assert parse_size('800x1333') == parse_size('800, 1333') == (800, 1333)
+    for text, message in (('800', 'cannot be read'), ('axb', 'cannot be read'), ('16x1333', '32 or more')):
+        with pytest.raises(ValueError, match=message):
+            parse_size(text)
+
+
+def test_a_missing_budget_is_said_before_the_config_is_read(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(command, 'load_config', lambda *args: pytest.fail('the config was read'))
+    with pytest.raises(SystemExit):
+        command.main(['plan', FRCNN])
+    with pytest.raises(SystemExit):
+        command.main(['rehearse', FRCNN, '--budget', 'lots'])
+    first, second = capsys.readouterr().err.splitlines()
+    assert 'this machine has no GPU' in first and "budget 'lots' cannot be read" in second
