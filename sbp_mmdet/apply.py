@@ -10,7 +10,7 @@ from torch import nn
 from .adapters import LeanModule, Place, bypassed_by, release, take_over
 from .adapters.predicate import fairscale_forward
 from .adapters.row_draws import RowDraws
-from .change_plan import modules_to_change, plan_change
+from .change_plan import modules_to_change, patch_stride, plan_change
 from .checkpointed_parts import give_parts_back, parts_to_checkpoint
 from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
 from .library_code import check_code_once
@@ -189,10 +189,11 @@ def _carry_out(model, settings, plan, chosen):
         trains = not parameters or not frozen.issuperset(map(id, parameters))
         (changed if trains else left)[name] = meaning if trains else 'frozen'
 
-    for owner, kind, layers, ratios, _ in plan.backbones:
+    for owner, kind, layers, ratios, _, name in plan.backbones:
         modules = {key: module for key, (module, _) in layers.items()}
         heads = _num_heads(plan.bounds, modules)
-        draws = StepDraws(ThinnedStages(settings, modules, ratios, _stride(owner, kind), kind.rounds_up, heads))
+        stride = patch_stride(owner) or kind.stride
+        draws = StepDraws(ThinnedStages(settings, modules, ratios, stride, kind.rounds_up, heads, name))
         for key, (module, mixin) in layers.items():
             if settings.preset.form or mixin.checkpointed:
                 change(
@@ -219,20 +220,6 @@ def _carry_out(model, settings, plan, chosen):
         left |= {name: reason for name, reason in reasons.items() if name not in changed}
     left |= _explain_unchanged(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
-
-
-def _stride(owner, kind):
-    """Return the stride of the patch embedding: pixels for each position of the first stage."""
-    for find in (
-        lambda: owner.patch_embed.projection.stride[0],
-        lambda: owner.patch_embed.proj.stride[0],
-        lambda: owner.downsample_layers[0][0].stride[0],
-    ):
-        try:
-            return find()
-        except (AttributeError, TypeError, KeyError):
-            continue
-    return kind.stride
 
 
 def _num_heads(bounds, modules):

@@ -12,7 +12,7 @@ from .presets import Settings
 from .stochastic_backprop.config import SBPConfig
 from .surgery import detectors, members
 
-__all__ = ['ChangePlan', 'modules_to_change', 'plan_change']
+__all__ = ['ChangePlan', 'modules_to_change', 'patch_stride', 'plan_change']
 
 
 class PlannedBackbone(NamedTuple):
@@ -24,6 +24,8 @@ class PlannedBackbone(NamedTuple):
         layers (dict): Modules and their adapters by layer.
         ratios (dict): Keep ratios by layer.
         thins (bool): Whether positions can be dropped in any block.
+        name (str): Name of the owner in the model, by which its draws differ from those of the other backbones. It is
+            empty for the first backbone of the model, which draws like a backbone by itself.
     """
 
     owner: nn.Module
@@ -31,6 +33,7 @@ class PlannedBackbone(NamedTuple):
     layers: dict
     ratios: dict
     thins: bool
+    name: str
 
 
 class ChangePlan(NamedTuple):
@@ -87,13 +90,17 @@ def plan_change(model: nn.Module, settings: Settings, chosen: dict[int, nn.Modul
         taken.update(map(id, (module, *bound.used)))
         return True
 
-    detectors_found = detectors(model)
-    roots = [detector.backbone for detector in detectors_found.values()] or [model]
-    backbones = [layers for root in roots if (layers := _plan_backbone(root, settings, take, bounds))]
+    backbones = []
+    for number, root in enumerate(_find_backbones(model)):
+        if layers := _plan_backbone(root, settings, take, bounds):
+            backbones.append(layers._replace(name=names[id(layers.owner)] if number else ''))
     others = []
     for module in chosen.values():
         mixin = adapter_of_class(type(module))
-        if not mixin or issubclass(mixin, LeanBlock) or id(module) in taken or not mixin.applies_to(module):
+        if not mixin or id(module) in taken or not mixin.applies_to(module):
+            continue
+        if issubclass(mixin, LeanBlock):
+            left.setdefault(names[id(module)], 'a block that does not belong to a backbone')
             continue
         if mixin.thins_only and not mixin.token_ratio(settings):
             continue
@@ -145,6 +152,49 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
     return chosen
 
 
+def patch_stride(backbone: nn.Module) -> int | None:
+    """Return the stride of the patch embedding of a backbone, or ``None`` if it has none.
+
+    Args:
+        backbone (nn.Module): The backbone.
+    """
+    for find in (
+        lambda: backbone.patch_embed.projection.stride[0],
+        lambda: backbone.patch_embed.proj.stride[0],
+        lambda: backbone.downsample_layers[0][0].stride[0],
+    ):
+        try:
+            return find()
+        except (AttributeError, TypeError, KeyError, IndexError):
+            continue
+    return None
+
+
+def _find_backbones(model):
+    """Return the backbones of a model, or modules around them: those of detectors, and others that embed patches."""
+    roots = [detector.backbone for detector in detectors(model).values()] or [model]
+    known = {id(inside) for root in roots for inside in root.modules()}
+    others = [part for part in _parts_that_embed_patches(model) if known.isdisjoint(map(id, part.modules()))]
+    return [part for root in (*roots, *others) for part in _split(root)]
+
+
+def _split(root):
+    """Return the backbones inside of a module, such as those of two kinds of images, if they hold all of its blocks."""
+    parts, classes = _parts_that_embed_patches(root), _block_classes(root)
+    numbers = [sum(type(inside) in classes for inside in module.modules()) for module in (root, *parts)]
+    return parts if len(parts) > 1 and sum(numbers[1:]) == numbers[0] else [root]
+
+
+def _parts_that_embed_patches(root):
+    """Return the outermost modules that embed patches and hold blocks, the root itself included."""
+    parts, inside = [], set()
+    for module in root.modules():
+        if id(module) not in inside and patch_stride(module) is not None and _block_classes(module):
+            parts.append(module)
+            inside.update(map(id, module.modules()))
+    return parts
+
+
 def _plan_backbone(root, settings, take, bounds):
     stages = _find_stages(root)
     if not stages:
@@ -166,7 +216,8 @@ def _plan_backbone(root, settings, take, bounds):
     layers |= {key: other for key, other in kind.others(owner, settings).items() if take(*other)}
     ratios = settings.layer_ratios(depths, kind.thinned_blocks(depths), kind.from_end)
     thinned = {key for key, (module, _) in layers.items() if settings.preset.form and _thins(bounds[id(module)])}
-    return PlannedBackbone(owner, kind, layers, {key: ratio for key, ratio in ratios.items() if key in thinned}, thins)
+    ratios = {key: ratio for key, ratio in ratios.items() if key in thinned}
+    return PlannedBackbone(owner, kind, layers, ratios, thins, '')
 
 
 def _thins(bound):

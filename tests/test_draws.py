@@ -206,3 +206,29 @@ def test_cuda_graphs_of_draws_are_refused(preset, options, refused, monkeypatch)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
     with pytest.raises(RuntimeError, match='CUDA graph') if refused else contextlib.nullcontext():
         model(torch.randn(2, 3, 64, 64))
+
+
+def find_dropped_images(model, number=1024):
+    """Return the images that each branch drops in one pass, for each object that draws them."""
+    model(random_images(number, 8, 8))
+    found = []
+    for drawn in model.step_draws:
+        with drawn.latest_pass():
+            found.append({branch: ~drawn.images(branch, number) for branch in drawn.stages.rates()})
+    return found
+
+
+def are_independent(a, b):
+    """Return whether two draws drop an image both as often as independent ones do, to four standard deviations."""
+    a, b = a.double(), b.double()
+    return abs(((a - a.mean()) * (b - b.mean())).mean()) < 4 * (a.var() * b.var() / len(a)).sqrt()
+
+
+def test_parts_of_a_backbone_that_were_changed_one_by_one(iteration):
+    """They skip other images, and drop the same positions."""
+    iteration(3)
+    model = build('stock Swin', drop_path_rate=0.5)
+    for part in ('stages.2', 'stages.3'):
+        apply_lean(model, 'exact', modules=[part], verify=False)
+    first, second = find_dropped_images(model)
+    assert all(are_independent(a, b) for a in first.values() for b in second.values())

@@ -96,6 +96,18 @@ def validated_in_between(model):
     return compute_gradients(model)
 
 
+def parameters_that_change_before_backward(model):
+    model.zero_grad()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        images = random_images()
+        loss = compute_loss(run_model(model, images))
+        with torch.no_grad():
+            for tensor in (images, *model.parameters()):
+                tensor.mul_(1.5)
+        loss.backward()
+    return get_gradients(model)
+
+
 def two_losses(model):
     model.zero_grad()
     outs = run_model(model, random_images())
@@ -183,7 +195,15 @@ def other_activations(model):
 
 
 STEPS = [functional_call, saved_and_loaded, copied_and_both_trained, checkpointed_from_outside, validated_in_between]
-STEPS += [two_losses, two_passes, some_gradients, hooks_on_parameters, other_parameters, frozen_and_thawed]
+STEPS += [
+    parameters_that_change_before_backward,
+    two_losses,
+    two_passes,
+    some_gradients,
+    hooks_on_parameters,
+    other_parameters,
+    frozen_and_thawed,
+]
 STEPS += [other_sizes, other_layouts, tied, lora_in_every_linear_layer, other_activations]
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
+from .common.activations import overwrite
 from .common.folding import (
     fold_bias,
     fold_weight,
@@ -302,7 +303,7 @@ class BackwardPass:
             return None
         g = g if self.unit is None else g.mul_(self.scale_of_rows)
         dh = torch.mm(g, self.w2)
-        dh = aten.gelu_backward.grad_input(dh, hidden, approximate=approximate, grad_input=dh)
+        dh = overwrite(aten.gelu_backward, dh, hidden, approximate=approximate)
         del g, hidden
         terms['bias1'] = dh.sum(0, dtype=self.full)
         if self.needs_product:

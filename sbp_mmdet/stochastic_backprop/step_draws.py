@@ -1,7 +1,8 @@
 """The random choices of one training step: the positions, attention heads and images that send gradients.
 
-The draws depend only on the seed, the rank, the iteration and the number of the forward pass within the iteration. So a
-resumed run continues the sequence, and several forward passes may precede one backward pass.
+The draws depend only on the seed, the rank, the iteration, the number of the forward pass within the iteration and, in
+all backbones of a model but the first, the backbone's name. So a resumed run continues the sequence, several forward
+passes may precede one backward pass, and backbones that train side by side draw independently.
 
 A forward pass of a backbone has a beginning and an end (:meth:`StepDraws.forward_pass`). In between, its layers look up
 their draws; at its end all draws are discarded.
@@ -36,6 +37,8 @@ class ThinnedStages(NamedTuple):
         stride (int): Pixels for each position of the first stage, in each direction; each stage halves the previous.
         rounds_up (bool): Whether odd maps are padded before they are halved. If ``False``, they are cropped.
         num_heads (int | None): Number of attention heads of a block. Default: None.
+        name (str): Name of the backbone, by which its draws differ from those of other backbones of the model. It is
+            empty for the first one. Default: ''.
     """
 
     settings: 'Settings'
@@ -44,6 +47,7 @@ class ThinnedStages(NamedTuple):
     stride: int
     rounds_up: bool
     num_heads: int | None = None
+    name: str = ''
 
     def keep_ratios(self) -> dict[tuple, float]:
         """Return the keep ratios of the thinned layers that train; frozen layers are exact and omitted."""
@@ -120,7 +124,7 @@ class _Pass(NamedTuple):
     sizes: list[tuple[int, int]]
     drawn: dict
 
-    def generator(self, purpose=''):
+    def generator(self, purpose):
         return mask_generator(torch.initial_seed(), get_rank(), self.iteration, self.number, purpose)
 
     def once(self, key, draw: Callable):
@@ -213,6 +217,7 @@ class StepDraws:
         self._open = None  # the pass that is running
         self._again = False  # whether a layer is recomputed within a pass that has ended
         self._latest = None  # iteration, number and image sizes of the latest pass
+        self._purpose = f'of {stages.name}' if stages.name else ''
 
     def ratio(self, layer: tuple) -> float | None:
         """Return the keep ratio of a layer, or ``None`` if it keeps all positions."""
@@ -363,11 +368,16 @@ class StepDraws:
         if _in_backward_pass() and not self._again:
             raise ValueError(_describe_replay(f'layer {layer} of a backbone', self.stages.settings))
 
+    def _generator_of_layers(self, what):
+        """Return a generator for draws that differ from those of other parts of the backbone, changed by themselves."""
+        return self._open.generator(f'{what} from {next(iter(self.stages.layers))} {self._purpose}')
+
     def _masks(self, ratio, ratios, size, device):
         """Draw the positions of each stage that has layers of this ratio."""
         settings, drawn = self.stages.settings, {}
         sizes = self.stages.sizes(*size, max(key[0] for key in ratios))
-        masks = stage_masks(sizes, ratio, settings.sampler, self._open.generator())
+        # Parts of a backbone that were changed one by one drop the same positions of the image.
+        masks = stage_masks(sizes, ratio, settings.sampler, self._open.generator(self._purpose))
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
             find = grid_positions if settings.sampler == 'grid' else positions
             drawn[stage] = find(masks[stage], device)
@@ -375,7 +385,7 @@ class StepDraws:
 
     def _heads(self, ratios):
         """Draw the heads of each layer, at least one, independently of other layers."""
-        number, generator = self.stages.num_heads, self._open.generator('heads')
+        number, generator = self.stages.num_heads, self._generator_of_layers('heads')
         drawn = {}
         for key, ratio in ratios.items():
             order = torch.randperm(number, generator=generator, device='cpu')
@@ -383,5 +393,5 @@ class StepDraws:
         return drawn
 
     def _images(self, rates, number):
-        numbers = torch.rand(len(rates), number, generator=self._open.generator('images'), device='cpu')
+        numbers = torch.rand(len(rates), number, generator=self._generator_of_layers('images'), device='cpu')
         return {key: row >= rate for (key, rate), row in zip(rates.items(), numbers, strict=True)}

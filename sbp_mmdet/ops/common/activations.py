@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ['ACTIVATIONS', 'Activation']
+from .modes import clones_what_is_written
+
+__all__ = ['ACTIVATIONS', 'Activation', 'overwrite']
 
 aten = torch.ops.aten
 
@@ -65,8 +67,25 @@ class Activation:
             Tensor: The gradient, of the same shape.
         """
         if inplace and self.name == 'relu':
-            return aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad)
+            return overwrite(aten.threshold_backward, grad, x, 0)
         return ACTIVATIONS[self.name][1](self, grad, x)
+
+
+def overwrite(function: torch._ops.OpOverloadPacket, grad: Tensor, *args, **options) -> Tensor:
+    """Compute the backward pass of an activation in the memory of the incoming gradient, where torch's modes allow it.
+
+    Args:
+        function (torch._ops.OpOverloadPacket): The backward pass, whose written result has the name ``grad_input``.
+        grad (Tensor): Gradient of the output, overwritten.
+        *args: Further arguments.
+        **options: Options of the function.
+
+    Returns:
+        Tensor: The gradient of the input.
+    """
+    if torch._C._len_torch_dispatch_stack() and clones_what_is_written():
+        return function.default(grad, *args, **options)
+    return function.grad_input(grad, *args, **options, grad_input=grad)
 
 
 # Forward pass (activation, x, inplace) and backward pass (activation, grad, x) of each activation, by its name.

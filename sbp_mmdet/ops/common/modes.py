@@ -2,15 +2,17 @@
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import _CloneArgBeforeMutateMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 try:
     from torch.compiler import is_compiling
 except ImportError:  # torch 2.2 and older
     from torch._dynamo.external_utils import is_compiling
 
-__all__ = ['evaluates_lean', 'runs_within_others']
+__all__ = ['clones_what_is_written', 'evaluates_lean', 'runs_within_others']
 
 _KNOWN = (DeviceContext,)  # of torch.set_default_device and `with torch.device(...)`
 _OWN = 'sbp_mmdet.'  # the planner's
@@ -39,3 +41,14 @@ def runs_within_others() -> bool:
         return False
     modes = _get_current_function_mode_stack()
     return not all(isinstance(mode, _KNOWN) or type(mode).__module__.startswith(_OWN) for mode in modes)
+
+
+def clones_what_is_written() -> bool:
+    """Return whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active.
+
+    Ask only if ``torch._C._len_torch_dispatch_stack()`` is not zero, which takes less time.
+
+    This mode clones what a function writes to, and looks for a written result under the name ``out`` only, though some
+    functions of torch have another name for it.
+    """
+    return any(isinstance(mode, _CloneArgBeforeMutateMode) for mode in _get_current_dispatch_mode_stack())
