@@ -12,7 +12,6 @@ from mmdet.models.dense_heads import RPNHead
 from mmdet.models.layers import CSPLayer
 from mmdet.models.necks import FPN
 from mmdet.models.utils.vlfuse_helper import SingleScaleBiAttentionBlock
-from mmengine.logging import MMLogger
 from test_class_patches import FAMILIES
 from torch import nn
 from torch.autograd import forward_ad
@@ -22,12 +21,7 @@ from unusual_models import LoRA, random_images
 
 from sbp_mmdet import apply_lean, remove_lean
 
-
-@pytest.fixture(autouse=True, scope='module')
-def quiet():
-    MMLogger.get_current_instance().setLevel('ERROR')
-    yield
-    MMLogger.get_current_instance().setLevel('INFO')
+pytestmark = pytest.mark.usefixtures('quiet')
 
 
 def run_model(model, x):
