@@ -35,6 +35,7 @@ from .copies import original, path_of
 from .inputs import are_known_inputs, put_in_position, renamed_arguments
 from .parameters import drops_numbers, trains
 from .predicate import derives_plainly
+from .quantisation import refuse_late_preparation
 
 __all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'adapter', 'adapter_of', 'adapter_of_class']
 
@@ -146,6 +147,8 @@ class LeanModule(Mixin):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
         if self.training:
             refuse_tracing(self, args)
+        if 'qconfig' in self.__dict__:
+            refuse_late_preparation(self)
         output = self._forward_if_lean(args, kwargs)
         return super().forward(*args, **kwargs) if output is None else output[0]
 
