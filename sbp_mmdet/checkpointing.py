@@ -1,12 +1,15 @@
 """Checkpointing of submodules: their forward pass is recomputed in the backward pass."""
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.utils.checkpoint as cp
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
-from torch import nn
+from mmengine.logging import print_log
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .ops.common.modes import runs_within_others
@@ -28,6 +31,9 @@ __all__ = [
 # evaluation mode they change nothing.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+# What classes of tensors have that leave torch's functions as they are, such as parameters and those of DTensor.
+_NO_FUNCTIONS = torch._C._disabled_torch_function_impl
 
 
 class _Buffer:
@@ -134,6 +140,9 @@ def mix_out_checkpoint(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin]
 def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
     """Run a method of a module that saves its inputs only, and is recomputed in the backward pass.
 
+    A tensor of a class that defines torch's functions anew is not recomputed: a backward pass that such a tensor begins
+    runs without these functions.
+
     The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
     them as the first run left them. Parameters, mode and settings of the modules are those of the first run, too.
 
@@ -152,6 +161,9 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     leaves, structure = args, None
     if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
         leaves, structure = tree_flatten((args, kwargs))
+    if own := _functions_of_tensors(leaves):
+        _warn_of_tensors(type(module).__name__, own)
+        return forward(*args, **kwargs)
     parts, started, state = submodules([module]), None, None
 
     def run(*leaves):
@@ -170,6 +182,22 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
         return out
 
     return cp.checkpoint(run, *leaves, use_reentrant=False)
+
+
+def _functions_of_tensors(leaves):
+    """Return the name of the first class of tensors that defines torch's functions anew, or ``None``."""
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is not Tensor and isinstance(leaf, Tensor) and kind.__torch_function__ is not _NO_FUNCTIONS:
+            return kind.__name__
+    return None
+
+
+@functools.cache
+def _warn_of_tensors(module, tensors):
+    """Log once that a module saves what it computes."""
+    text = f'{module} is not recomputed in the backward pass, because it gets a {tensors} with functions of its own'
+    print_log(text, logger='current', level=logging.WARNING)
 
 
 def _is_size(value):

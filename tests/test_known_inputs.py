@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from conv_models import BACKBONES, build_module
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d
 from mmdet.models.backbones.resnet import BasicBlock
@@ -17,6 +18,7 @@ from torch import nn
 from unusual_models import find_lean_modules, random_images
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.checkpointing import checkpoint_modules
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -49,6 +51,23 @@ def test_tensors_of_other_classes(family, preset):
     assert found[0].keys() == found[1].keys()
     for name, grad in found[1].items():
         assert (found[0][name] - grad).norm() <= 1e-9 * grad.norm().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize('preset', ['exact_min', 'with_cp', None])
+def test_tensors_of_other_classes_in_checkpoints(preset):
+    """A tensor's ``backward`` runs without the functions of its class, and so would a recomputation."""
+    lean = build_module(BACKBONES['Res2Net'][0])
+    plain, found = copy.deepcopy(lean), []
+    if preset is None:
+        checkpoint_modules(lean, ['layer1', 'layer2'])
+    else:
+        apply_lean(lean, preset, verify=False)
+    for model in (lean, plain):
+        compute_loss(run_model(model, random_images().as_subclass(Steep))).backward()
+        found.append({name: grad.as_subclass(torch.Tensor) for name, grad in get_gradients(model).items()})
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert (found[0][name] - grad).norm() <= 1e-9 * grad.norm(), name
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.uint8])

@@ -35,6 +35,7 @@ from .copies import original, path_of
 from .inputs import are_known_inputs, put_in_position, renamed_arguments
 from .parameters import has_active_dropout, has_trained_parameters
 from .predicate import derives_plainly
+from .quantisation import refuse_late_preparation
 
 __all__ = ['ADAPTERS', 'LeanBlock', 'LeanModule', 'adapter', 'adapter_of', 'adapter_of_class']
 
@@ -144,6 +145,8 @@ class LeanModule(Mixin):
 
     def forward(self, *args, **kwargs):
         """Run :meth:`lean_forward` in training, otherwise the module's own code, with the same arguments."""
+        if 'qconfig' in self.__dict__:
+            refuse_late_preparation(self)
         if self.training:
             refuse_tracing(self, args)
         elif not evaluates_lean():

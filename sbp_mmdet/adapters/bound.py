@@ -17,6 +17,7 @@ from .predicate import (
     is_parametrized,
     is_replaced,
 )
+from .quantisation import preparation
 
 __all__ = ['Bound', 'bind', 'runs_reference']
 
@@ -117,4 +118,4 @@ def _reason(mixin, module, settings, running):
         return 'its forward pass was replaced'
     if running and not mixin.separable and not mixin.applies_to(module):
         return 'settings of the module have changed to others than the operation computes'
-    return replaced_code(stock_class(type(module))) or mixin.refusal(module, settings)
+    return preparation(module) or replaced_code(stock_class(type(module))) or mixin.refusal(module, settings)

@@ -7,7 +7,7 @@ only if everything that a call would do is known. So this is an allow-list. The 
   quantised, wrapped, jitted or of a derived class;
 - its settings are among those that the operation computes, for example zero padding;
 - a call runs nothing else: no hooks on the module or on all modules, no forward that was set on the instance, compiled
-  or not, or on the class (:mod:`..library_code`), and no parametrization;
+  or not, or on the class (:mod:`..library_code`), no parametrization, and no observer of torch's quantisation;
 - its parameters are plain parameters of its own.
 
 Every other module runs its own code.
@@ -26,6 +26,7 @@ from ..library_code import check_code_once, replaced_code
 from ..passes import has_hooks_of_others
 from ..surgery import stock_class
 from .copies import original, path_of
+from .quantisation import preparation
 from .roles import ROLES
 
 __all__ = [
@@ -169,7 +170,7 @@ def interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | No
         return 'it is compiled'
     if 'parametrizations' in module._modules:
         return 'it is parametrized'
-    return 'its forward pass was replaced' if is_replaced(module) else None
+    return preparation(module) or ('its forward pass was replaced' if is_replaced(module) else None)
 
 
 def is_parametrized(module: nn.Module | None) -> bool:
