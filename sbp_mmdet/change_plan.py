@@ -15,6 +15,11 @@ from .surgery import detectors, members
 __all__ = ['ChangePlan', 'modules_to_change', 'patch_stride', 'plan_change']
 
 
+# Convolutions that embed patches, by their names in a backbone.
+_PATCH_EMBEDDINGS = ('patch_embed.projection', 'patch_embed.proj', 'downsample_layers.0.0')
+_FIRST_PARTS = {path.partition('.')[0] for path in _PATCH_EMBEDDINGS}
+
+
 class PlannedBackbone(NamedTuple):
     """A backbone with blocks that can be thinned.
 
@@ -158,14 +163,10 @@ def patch_stride(backbone: nn.Module) -> int | None:
     Args:
         backbone (nn.Module): The backbone.
     """
-    for find in (
-        lambda: backbone.patch_embed.projection.stride[0],
-        lambda: backbone.patch_embed.proj.stride[0],
-        lambda: backbone.downsample_layers[0][0].stride[0],
-    ):
+    for path in _PATCH_EMBEDDINGS:
         try:
-            return find()
-        except (AttributeError, TypeError, KeyError, IndexError):
+            return backbone.get_submodule(path).stride[0]
+        except (AttributeError, TypeError, IndexError):
             continue
     return None
 
@@ -180,16 +181,21 @@ def _find_backbones(model):
 
 def _split(root):
     """Return the backbones inside of a module, such as those of two kinds of images, if they hold all of its blocks."""
-    parts, classes = _parts_that_embed_patches(root), _block_classes(root)
-    numbers = [sum(type(inside) in classes for inside in module.modules()) for module in (root, *parts)]
-    return parts if len(parts) > 1 and sum(numbers[1:]) == numbers[0] else [root]
+    parts = _parts_that_embed_patches(root)
+    if len(parts) < 2:
+        return [root]
+    classes = _block_classes(root)
+    number, *numbers = [sum(type(inside) in classes for inside in module.modules()) for module in (root, *parts)]
+    return parts if sum(numbers) == number else [root]
 
 
 def _parts_that_embed_patches(root):
     """Return the outermost modules that embed patches and hold blocks, the root itself included."""
     parts, inside = [], set()
     for module in root.modules():
-        if id(module) not in inside and patch_stride(module) is not None and _block_classes(module):
+        if _FIRST_PARTS.isdisjoint(module._modules) or id(module) in inside:
+            continue
+        if patch_stride(module) is not None and _block_classes(module):
             parts.append(module)
             inside.update(map(id, module.modules()))
     return parts

@@ -170,7 +170,9 @@ def interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | No
         return 'it is compiled'
     if 'parametrizations' in module._modules:
         return 'it is parametrized'
-    return preparation(module) or ('its forward pass was replaced' if is_replaced(module) else None)
+    if 'qconfig' in module.__dict__ and (problem := preparation(module)):
+        return problem
+    return 'its forward pass was replaced' if is_replaced(module) else None
 
 
 def is_parametrized(module: nn.Module | None) -> bool:
