@@ -17,7 +17,6 @@ __all__ = ['ChangePlan', 'modules_to_change', 'patch_stride', 'plan_change']
 
 # Convolutions that embed patches, by their names in a backbone.
 _PATCH_EMBEDDINGS = ('patch_embed.projection', 'patch_embed.proj', 'downsample_layers.0.0')
-_FIRST_PARTS = {path.partition('.')[0] for path in _PATCH_EMBEDDINGS}
 
 
 class PlannedBackbone(NamedTuple):
@@ -193,7 +192,8 @@ def _parts_that_embed_patches(root):
     """Return the outermost modules that embed patches and hold blocks, the root itself included."""
     parts, inside = [], set()
     for module in root.modules():
-        if _FIRST_PARTS.isdisjoint(module._modules) or id(module) in inside:
+        children = module._modules
+        if id(module) in inside or not ('patch_embed' in children or 'downsample_layers' in children):
             continue
         if patch_stride(module) is not None and _block_classes(module):
             parts.append(module)
