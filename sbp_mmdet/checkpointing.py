@@ -32,7 +32,7 @@ __all__ = [
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-# What classes of tensors have that leave torch's functions as they are, such as parameters and those of DTensor.
+# ``__torch_function__`` of classes of tensors that do not override torch's functions, such as Parameter and DTensor.
 _NO_FUNCTIONS = torch._C._disabled_torch_function_impl
 
 
@@ -140,8 +140,8 @@ def mix_out_checkpoint(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin]
 def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
     """Run a method of a module that saves its inputs only, and is recomputed in the backward pass.
 
-    A tensor of a class that defines torch's functions anew is not recomputed: a backward pass that such a tensor begins
-    runs without these functions.
+    A call with a tensor whose class overrides ``__torch_function__`` is not recomputed, because torch disables the
+    override in a backward pass that begins at such a tensor.
 
     The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
     them as the first run left them. Parameters, mode and settings of the modules are those of the first run, too.
@@ -161,7 +161,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     leaves, structure = args, None
     if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
         leaves, structure = tree_flatten((args, kwargs))
-    if own := _functions_of_tensors(leaves):
+    if own := _find_override(leaves):
         _warn_of_tensors(type(module).__name__, own)
         return forward(*args, **kwargs)
     parts, started, state = submodules([module]), None, None
@@ -184,8 +184,8 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
-def _functions_of_tensors(leaves):
-    """Return the name of the first class of tensors that defines torch's functions anew, or ``None``."""
+def _find_override(leaves):
+    """Return the name of the first class of tensors that overrides ``__torch_function__``, or ``None``."""
     for leaf in leaves:
         kind = type(leaf)
         if kind is not Tensor and isinstance(leaf, Tensor) and kind.__torch_function__ is not _NO_FUNCTIONS:
@@ -195,8 +195,8 @@ def _functions_of_tensors(leaves):
 
 @functools.cache
 def _warn_of_tensors(module, tensors):
-    """Log once that a module saves what it computes."""
-    text = f'{module} is not recomputed in the backward pass, because it gets a {tensors} with functions of its own'
+    """Log once for each class of modules that it is not recomputed."""
+    text = f'{module} is not recomputed in the backward pass, because {tensors}, an input, overrides __torch_function__'
     print_log(text, logger='current', level=logging.WARNING)
 
 

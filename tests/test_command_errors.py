@@ -69,7 +69,7 @@ def project(tmp_path):
     [
         (('plan', FRCNN, '--budget', 'lots'), "budget 'lots' cannot be read"),
         (('plan', FRCNN, '--budget', '8GiB', '--size', 'large'), "size 'large' cannot be read"),
-        (('plan', FRCNN, '--budget', '8GiB', '--batch', 'two'), "'two' is no number of images; give one, or 'max'"),
+        (('plan', FRCNN, '--budget', '8GiB', '--batch', 'two'), "'two' is not a number of images; give one, or 'max'"),
         (('plan', FRCNN, '--budget', '8GiB', '--boxes', '0'), '--boxes 0 must be 1 or more'),
         (('plan', FRCNN), 'this machine has no GPU; give the memory of yours, for example --budget 8GiB'),
         (('plan', SOFT, '--budget', '8GiB'), 'SoftTeacher trains on branches of images for a student and a teacher'),
@@ -93,10 +93,10 @@ def test_bad_input(words, message, capsys, monkeypatch):
         (['plan', FRCNN, '--budget', '-4GiB'], '-4GiB'),
         (['plan', FRCNN, '--size', '-320x320', *PLAN], "size '-320x320' cannot be read; give height and width"),
         (['plan', FRCNN, *PLAN, '--boxes', '-5'], '--boxes -5 must be 1 or more'),
-        (['plan', FRCNN, *PLAN, '--boxes', '2.5'], "--boxes: '2.5' is no whole number; see sbp-mmdet plan --help"),
-        (['plan', FRCNN, *PLAN, '--gpus', 'two'], "--gpus: 'two' is no whole number"),
-        (['plan', FRCNN, *PLAN, '--batch', 'maxx'], "'maxx' is no number of images; give one, or 'max'"),
-        (['verify', FRCNN, '--batch', 'max'], "--batch: 'max' is no whole number; see sbp-mmdet verify --help"),
+        (['plan', FRCNN, *PLAN, '--boxes', '2.5'], "--boxes: '2.5' is not a whole number; see sbp-mmdet plan --help"),
+        (['plan', FRCNN, *PLAN, '--gpus', 'two'], "--gpus: 'two' is not a whole number"),
+        (['plan', FRCNN, *PLAN, '--batch', 'maxx'], "'maxx' is not a number of images; give one, or 'max'"),
+        (['verify', FRCNN, '--batch', 'max'], "--batch: 'max' is not a whole number; see sbp-mmdet verify --help"),
         (['plan', FRCNN, '--budgt', '8GiB'], 'unrecognized arguments: --budgt 8GiB; did you mean --budget?'),
         (['plan'], 'the following arguments are required: config; see sbp-mmdet plan --help'),
         (['plann', FRCNN], "invalid choice: 'plann'"),
@@ -286,7 +286,10 @@ def test_a_value_error_of_the_models_own_keeps_its_place():
 @pytest.mark.parametrize(
     ('act', 'remedy'),
     [
-        (lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)), '; a norm behind a pooling needs 2 images or more: set '),
+        (
+            lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)),
+            '; a batch norm after global pooling needs 2 images or more',
+        ),
         (lambda: importlib.import_module('no_such_package.part'), '; install no_such_package'),
         (lambda: nn.BatchNorm2d(3)(torch.ones(1, 2, 1, 1)), ')'),
     ],

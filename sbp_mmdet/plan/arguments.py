@@ -1,4 +1,4 @@
-"""The parser of the command line: whatever is wrong with a word ends in one line, without the usage, which hides it."""
+"""Parser of the command line, whose errors are one line without the usage."""
 
 import argparse
 import difflib
@@ -29,7 +29,7 @@ def parse_words(parser: Parser, verbs: argparse.Action, words: Sequence[str]) ->
         words (Sequence[str]): The words.
 
     Returns:
-        argparse.Namespace: The arguments. An unknown word ends the process; the message names the option that the word
+        argparse.Namespace: The arguments. An unknown word ends the process with a message that names the option that it
         resembles.
     """
     args, unknown = parser.parse_known_args(_join_negative_values(words))
@@ -44,7 +44,7 @@ def parse_words(parser: Parser, verbs: argparse.Action, words: Sequence[str]) ->
 
 
 def parse_count(text: str) -> int:
-    """Return the whole number that a word of the command line is; used as ``type`` of an argument.
+    """Convert a word of the command line to a whole number; used as ``type`` of an argument.
 
     Args:
         text (str): The word.
@@ -52,7 +52,7 @@ def parse_count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is no whole number') from None
+        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number') from None
 
 
 def _join_negative_values(words):

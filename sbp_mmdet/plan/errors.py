@@ -71,11 +71,11 @@ def describe_data_error(what: str, error: Exception, config: Config) -> str:
 
 
 def _find_remedy(error):
-    """Return what cures an error that a model's own code raises and that says no remedy, or an empty text."""
+    """Return a remedy for an error that a model's own code raises, or an empty text."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f'; install {error.name.partition(".")[0]}'
     if isinstance(error, ValueError) and 'more than 1 value per channel' in str(error):  # torch's, of a batch norm
-        return '; a norm behind a pooling needs 2 images or more: set --batch or train_dataloader.batch_size'
+        return '; a batch norm after global pooling needs 2 images or more: set --batch or train_dataloader.batch_size'
     return ''
 
 

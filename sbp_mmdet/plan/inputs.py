@@ -93,7 +93,7 @@ def _parse_images(text):
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of images; give one, or 'max'") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of images; give one, or 'max'") from None
 
 
 def find_training_inputs(

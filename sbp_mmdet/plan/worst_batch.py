@@ -193,7 +193,7 @@ def _draw_at(rng, samples, indices):
 
 
 def _draw_at_with_each(rng, samples, indices):
-    """For each sample, yield a batch in which its image is replaced by this sample.
+    """Yield a batch for each sample, in which the sample replaces its image.
 
     An image that is in many batches is replaced in the first few of them.
     """
