@@ -72,6 +72,7 @@ def sequence():
 
 
 # Modules, and the reason why they are left unchanged; '' if they are changed.
+GN = dict(type='GN', num_groups=4)
 MODULES = {
     'ConvModule': (conv_module, ''),
     'SyncBN': (lambda: conv_module(norm_cfg=dict(type='SyncBN')), ''),
@@ -90,6 +91,7 @@ MODULES = {
     ),
     'spectral norm': (lambda: conv_module(with_spectral_norm=True), 'conv: it has hooks'),
     'ConvWS': (lambda: conv_module(conv_cfg=dict(type='ConvWS')), ''),
+    'ConvWS, group norm': (lambda: conv_module(conv_cfg=dict(type='ConvWS'), norm_cfg=GN), ''),
     'ConvAWS': (lambda: conv_module(conv_cfg=dict(type='ConvAWS')), ''),
     'same': (lambda: conv_module(conv_cfg=dict(type='Conv2dAdaptivePadding'), dilation=(2, 1)), ''),
     'same, strided': (lambda: conv_module(conv_cfg=dict(type='Conv2dAdaptivePadding'), stride=(1, 2)), ''),

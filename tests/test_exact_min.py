@@ -160,7 +160,7 @@ GC = dict(cfg=dict(type='ContextBlock', ratio=1 / 4), stages=(True, True, True, 
 R50 = dict(type='ResNet', depth=50, base_channels=8, frozen_stages=-1, norm_eval=False)
 UNCHAINED = {
     'context block': dict(R50, plugins=[GC]),
-    'weight standardisation': dict(R50, conv_cfg=dict(type='ConvWS'), norm_cfg=dict(type='GN', num_groups=4)),
+    'adaptive weight standardisation': dict(R50, conv_cfg=dict(type='ConvAWS'), norm_cfg=dict(type='GN', num_groups=4)),
     'Res2Net': dict(
         type='Res2Net', depth=50, scales=2, base_width=4, base_channels=8, frozen_stages=-1, norm_eval=False
     ),

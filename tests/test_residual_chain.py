@@ -18,7 +18,7 @@ from sbp_mmdet.ops.common import sign_bits
 from sbp_mmdet.ops.common.sign_bits import SignBits, SignPacker, SignReader
 from sbp_mmdet.plan.memory import peak_bytes
 
-BN, GN = dict(type='BN'), dict(type='GN', num_groups=4)
+BN, GN, WS = dict(type='BN'), dict(type='GN', num_groups=4), dict(type='ConvWS')
 # Block, arguments of the stage, whether batch norms are in evaluation mode.
 STAGES = {
     'Bottleneck': (resnet.Bottleneck, dict(stride=2), True),
@@ -27,6 +27,7 @@ STAGES = {
     'Bottleneck, average pooling': (resnet.Bottleneck, dict(stride=2, avg_down=True), True),
     'Bottleneck, batch statistics': (resnet.Bottleneck, dict(stride=2, avg_down=True), False),
     'Bottleneck, group norm': (resnet.Bottleneck, dict(stride=2, norm_cfg=GN), True),
+    'Bottleneck, weight standardisation': (resnet.Bottleneck, dict(stride=2, norm_cfg=GN, conv_cfg=WS), True),
     'ResNeXt': (resnext.Bottleneck, dict(stride=2, groups=4, base_width=8, base_channels=8), True),
     'BasicBlock': (resnet.BasicBlock, dict(stride=2), True),
     'BasicBlock, batch statistics': (resnet.BasicBlock, dict(stride=2), False),
@@ -100,6 +101,22 @@ def test_stored_bytes(block, norm_eval, preset, most):
     lean, plain = (model.float() for model in build_lean_and_plain(block, None, norm_eval, blocks=6, preset=preset))
     x = random_map((32, 32)).float()
     assert count_model_bytes(lean, x) < most * count_model_bytes(plain, x)
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+def test_standardised_weights_with_fixed_norms(preset):
+    lean, plain = build_lean_and_plain(options=dict(conv_cfg=WS), blocks=2, preset=preset)
+    assert_plain(lean, plain)
+
+
+@pytest.mark.parametrize('norm', [BN, GN])
+def test_no_copy_of_a_standardised_weight_is_stored(norm):
+    """Layers with standardised weights store what those without store."""
+    given = [dict(norm_cfg=norm), dict(norm_cfg=norm, conv_cfg=WS)]
+    models = [build_lean_and_plain(options=options, blocks=3)[0].float() for options in given]
+    x = random_map((8, 8)).float()
+    plain, standardised = (count_model_bytes(model, x) for model in models)
+    assert standardised == plain
 
 
 @pytest.mark.parametrize(('preset', 'block', 'blocks'), [

@@ -76,7 +76,7 @@ class ConvNorm:
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
         self.modules = conv, norm, act
         self._adapts = _pads_itself(conv)
-        self._standardises = stock_class(type(conv)) in (ConvAWS2d, ConvWS2d)
+        self._standardises, self._rescales = (stock_class(type(conv)) is kind for kind in (ConvWS2d, ConvAWS2d))
         self._activation = act and stock_class(type(act)) not in (nn.LeakyReLU, nn.GELU) and activation_of(act)
         self._made_of = self._settings = None
 
@@ -104,16 +104,16 @@ class ConvNorm:
         options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
         padding, border = _own_padding(x, conv) if self._adapts else (conv.padding, (0, 0, 0, 0))
         activation = self._activation or (None if act is None else activation_of(act))
-        made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype, border
+        eps = conv.eps if self._standardises else None
+        made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype, border, eps
         if made_of != self._made_of:
             form, stride, padding, dilation, groups, *_ = made_of
             named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options, strict=False))
-            made = ConvNormSettings(
-                form, stride, padding, dilation, groups, **named, activation=activation, dtype=dtype, border=border
-            )
+            named |= dict(activation=activation, dtype=dtype, border=border, standardise=eps)
+            made = ConvNormSettings(form, stride, padding, dilation, groups, **named)
             self._settings, self._made_of = made, made_of
         weight, bias = weight_and_bias(conv)
-        weight = _standardised(conv) if self._standardises else weight
+        weight = conv._get_weight(weight) if self._rescales else weight
         channels = weight.shape[0]
         for tensor in tensors:  # torch's kernels do not check the sizes, and would write to other memory
             if tensor is not None and tensor.shape[0] != channels:
@@ -195,14 +195,6 @@ class ConvNormActBinding(Binding):
         fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)
         usable = dataclasses.replace(self, fused=fused) if 'conv' in fused else None
         return usable, list(wrong.items())
-
-
-def _standardised(conv):
-    """Return the standardised weight of a convolution with weight standardisation."""
-    if stock_class(type(conv)) is ConvAWS2d:
-        return conv._get_weight(conv.weight)
-    mean, std = (of(conv.weight.flatten(1), 1).view(-1, 1, 1, 1) for of in (torch.mean, torch.std))
-    return (conv.weight - mean) / (std + conv.eps)
 
 
 def _pads_itself(conv):

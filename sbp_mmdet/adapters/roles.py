@@ -170,7 +170,7 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'convolution alone': {ConvModule: _check_lone_convolution},
     'convolution and norm': {ConvModule: _check_convolution_and_norm},
     'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _check_no_plugins),
-    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _check_zero_padding),
+    'convolution of a chain': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d), _check_zero_padding),
     'norm of a chain': dict.fromkeys(_NORMS, _check_all_tensors),
     'shortcut of a chain': {nn.Sequential: _check_pool_and_layer},
     'average pool': {nn.AvgPool2d: _averages_without_padding},

@@ -21,6 +21,7 @@ from .common.kept_maps import KeptMap, keep, keep_input, keep_term
 from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
 from .common.precision import FULL, accumulator, cast, multiplied
 from .common.shared_maps import mark_as_made_here, share_map
+from .common.weight_standardisation import standardise, standardise_backward
 
 __all__ = [
     'ConvNormGradients',
@@ -34,8 +35,7 @@ __all__ = [
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 NORMS = ('none', 'fixed', 'batch', 'group')
-# An input with at most this many channels is an image. It is in memory anyway, so eight bits would be a second copy.
-_IMAGE = 4
+_IMAGE = 4  # most channels of an image, which is in memory anyway, so that eight bits would be a second copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,11 @@ class ConvNormSettings:
         activation (Activation | None): Activation. If ``None``, there is none. Default: None.
         dtype (torch.dtype | None): Precision of the convolution. If ``None``, that of autocast, or of ``x``. Default:
             None.
-        recompute (bool): Whether the backward pass recomputes the convolution for the norm, so that its output is not
-            saved. Only without an activation. Default: False.
-        border (tuple[int, int, int, int]): Further zeros on the left, right, upper and lower side of the input, for
-            padding that differs between opposite sides. Default: (0, 0, 0, 0).
+        recompute (bool): Whether the convolution's output is recomputed for the norm, and not saved. Only without an
+            activation. Default: False.
+        border (tuple[int, int, int, int]): Zeros on the left, right, upper and lower side. Default: (0, 0, 0, 0).
+        standardise (float | None): Number added to the deviation in :mod:`.weight_standardisation`. If ``None``, the
+            weight is not standardised. Default: None.
 
     Raises:
         ValueError: If ``norm`` is unknown, or ``recompute`` is set with an activation.
@@ -80,6 +81,7 @@ class ConvNormSettings:
     dtype: torch.dtype | None = None
     recompute: bool = False
     border: tuple[int, int, int, int] = (0, 0, 0, 0)
+    standardise: float | None = None
 
     def __post_init__(self):
         if self.recompute and self.activation is not None:
@@ -126,7 +128,7 @@ class ConvNormSaved(NamedTuple):
         active (KeptMap | None): Input u of the activation, or the output of a ReLU. If ``None``, u is read from
             ``normed``.
         statistics (Statistics | None): Mean and reciprocal deviation, for 'batch' and 'group'.
-        factors (Factors | None): Numbers of a 'fixed' norm. Cheaper to keep than to recompute.
+        factors (Factors | None): Numbers of a 'fixed' norm.
         extra (Tensor | None): What else the norm's backward pass needs, see :func:`.normalise`.
     """
 
@@ -155,8 +157,8 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
       saved. Norm and activation are recomputed. With residuals, the output (or the activation's input) of every third
       layer is saved too, or of every layer if storage is 'int8'.
 
-    With storage 'int8' these maps are rounded to eight bits. The output stays exact. With 'none' and 'fixed' and either
-    ReLU or no activation, so do the gradients of ``x``, of the residual and of the biases.
+    With storage 'int8' these maps are rounded to eight bits. The output stays exact. So do, with 'none' and 'fixed' and
+    ReLU or no activation, the gradients of ``x``, of the residual and of the biases.
 
     Args:
         settings (ConvNormSettings): Settings.
@@ -178,6 +180,7 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
 def _reference(settings, tensors):
     x, weight, bias, norm_weight, norm_bias, mean, var, residual = tensors
     x = _bordered(settings, x)
+    weight = weight if settings.standardise is None else standardise(weight, settings.standardise)
     x = F.conv2d(x, weight, bias, settings.stride, settings.padding, settings.dilation, settings.groups)
     if settings.norm == 'group':
         x = F.group_norm(x, settings.num_groups, norm_weight, norm_bias, settings.eps)
@@ -192,8 +195,7 @@ def _reference(settings, tensors):
 def forward(settings: ConvNormSettings, tensors: ConvNormTensors, needs) -> tuple[Tensor, ConvNormSaved]:
     """Run the forward pass of :func:`conv_norm`, see :mod:`sbp_mmdet.ops.common.autograd_function`."""
     s, t = settings, tensors
-    x = cast(t.x, s.dtype)
-    storage = 'native' if x.shape[1] <= _IMAGE else s.form.storage
+    x, storage = cast(t.x, s.dtype), 'native' if t.x.shape[1] <= _IMAGE else s.form.storage
     source = keep_input(t.x, x, storage) if weight_needed(s, needs) or (s.recompute and any(needs)) else None
     x = _bordered(s, x)
     norms = FixedNorms([(s, t)]) if s.norm == 'fixed' else None
@@ -241,9 +243,9 @@ def convolve(s, t, x, norms=None, number=0):
     Returns:
         Tensor: Shape (N, C', H', W').
     """
-    geometry, given = (s.stride, s.padding, s.dilation, s.groups), t.weight
-    # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
-    # pass of its own anyway.
+    geometry = s.stride, s.padding, s.dilation, s.groups
+    given = t.weight if s.standardise is None else standardise(t.weight, s.standardise)
+    # In half precision the fold would round the shift, and CUDA adds a bias in a pass of its own anyway.
     if s.norm == 'fixed' and x.dtype in FULL and _is_no_larger(given, x, s.stride):
         return torch.conv2d(x, norms.fold(number, given, s.dtype), norms.shifts[number], *geometry)
     weight = given if given.dtype is s.dtype else given.to(s.dtype)
@@ -360,28 +362,33 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
     factor, column = parts or (None, norms.columns[number] if fixed else None)
+    given = t.weight if s.standardise is None else standardise(t.weight, s.standardise)
     rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
     if not fixed:
-        weight = cast(t.weight, s.dtype)
+        weight = cast(given, s.dtype)
     elif factor is None:
-        weight = norms.fold(number, t.weight, s.dtype, last=True)
+        weight = norms.fold(number, given, s.dtype, last=True)
     else:
-        weight = multiplied(t.weight, column, s.dtype)
+        weight = multiplied(given, column, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, (0, 0), s.groups
     which, sizes = (needs.x, needs_weight, sums), weight.shape[:1] if sums else None
     dx, dweight, dbias = _convolution_backward(rows, x, weight, sizes, *geometry, which)
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
+    if not fixed and needs.weight and s.standardise is not None:
+        dweight = standardise_backward(t.weight, s.standardise, dweight)
     if fixed:
         bias, products = dbias * norms.columns[number].view(-1) if needs.bias else None, None
         # In full precision the product waits for those of the other layers, unless it is needed for its sums alone.
-        together = needs.weight and dweight.dtype is column.dtype
+        together = needs.weight and dweight.dtype is column.dtype and s.standardise is None
         if needs.norm_weight and not together:
-            (products,) = row_products([(dweight, t.weight)])
+            (products,) = row_products([(dweight, given)])
         if not together:
             dweight, column = dweight * column if needs.weight else None, None
-        return dx, FixedGradients(needs, number, t.weight, dweight, products, column, bias, dbias, factor)
+        if needs.weight and s.standardise is not None:
+            dweight = standardise_backward(t.weight, s.standardise, dweight)
+        return dx, FixedGradients(needs, number, given, dweight, products, column, bias, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
         gradients['weight'] = dweight

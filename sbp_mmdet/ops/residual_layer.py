@@ -80,7 +80,7 @@ def layers_of_pass(
     norms, parts, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
     if backward and dtype is torch.float16 and norms.numbers:
         parts = norms.parts_in_half()
-    if not backward and dtype is not pairs[0][1].weight.dtype:
+    if not backward and dtype is not pairs[0][1].weight.dtype and all([s.standardise is None for s, _ in pairs]):
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
         pairs = [(s, t._replace(weight=weight)) for (s, t), weight in zip(pairs, weights, strict=True)]
