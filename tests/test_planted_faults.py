@@ -7,8 +7,8 @@ import torch
 from planted_faults import FAULTS, IN_HALF, plant
 from verify_models import apply_and_get_log, assert_plain_training, build_in_training
 
-from sbp_mmdet.ops import conv_norm_act, residual_layer
-from sbp_mmdet.ops.common import layouts
+from sbp_mmdet.ops import residual_layer
+from sbp_mmdet.ops.common import folded_convolution, layouts
 from sbp_mmdet.verify import parts_of_inputs
 from sbp_mmdet.verify.eight_bits import check_eight_bits
 from sbp_mmdet.verify.random_parts import Disagreement
@@ -71,7 +71,7 @@ def test_a_wrong_line_in_half_precision(name, amp, monkeypatch, caplog):
 def test_a_wrong_line_of_half_precision_alone(dtype, monkeypatch, caplog):
     """The comparison in full precision misses it, but the norm of gradients shows it, which flipped ReLUs hardly
     change."""
-    original = conv_norm_act.convolve_backward
+    original = folded_convolution.convolve_backward
 
     def backward(*args):
         dx, found = original(*args)

@@ -23,6 +23,8 @@ BN, GN, WS = dict(type='BN'), dict(type='GN', num_groups=4), dict(type='ConvWS')
 STAGES = {
     'Bottleneck': (resnet.Bottleneck, dict(stride=2), True),
     'Bottleneck, caffe': (resnet.Bottleneck, dict(stride=2, style='caffe'), True),
+    'Bottleneck, caffe, stride 3': (resnet.Bottleneck, dict(stride=3, style='caffe'), True),
+    'Bottleneck, caffe, average pooling': (resnet.Bottleneck, dict(stride=2, style='caffe', avg_down=True), True),
     'Bottleneck, dilated': (resnet.Bottleneck, dict(dilation=2), True),
     'Bottleneck, average pooling': (resnet.Bottleneck, dict(stride=2, avg_down=True), True),
     'Bottleneck, batch statistics': (resnet.Bottleneck, dict(stride=2, avg_down=True), False),
@@ -101,6 +103,14 @@ def test_stored_bytes(block, norm_eval, preset, most):
     lean, plain = (model.float() for model in build_lean_and_plain(block, None, norm_eval, blocks=6, preset=preset))
     x = random_map((32, 32)).float()
     assert count_model_bytes(lean, x) < most * count_model_bytes(plain, x)
+
+
+@pytest.mark.parametrize('style', ['pytorch', 'caffe'])
+def test_one_gradient_of_a_strided_block_has_the_size_of_its_input(style):
+    """The one through the shortcut is a quarter of it, so two whole gradients never exist at a time."""
+    stage = make_lean_copy(build_stage(options=dict(style=style), blocks=1, width=4))
+    x = random_map((64, 64)).requires_grad_()
+    assert peak_bytes(lambda: stage(x).sum().backward()) < 2 * x.nbytes
 
 
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])

@@ -26,11 +26,12 @@ from .common.autograd_function import (
     saved_tensors_of,
     take_tensors_out,
 )
+from .common.folded_convolution import weight_needed
 from .common.kept_maps import DEEPEST, keep, keep_input
 from .common.map_norms import affine_of_norm, keeps_full_precision, zero_of
 from .common.precision import cast, no_autocast
 from .common.shared_maps import mark_as_made_here, share_map
-from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, weight_needed
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 from .csp_backward import GROUP, CSPBackward, CSPSaved
 from .residual_layer import layers_of_pass, run_layer
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .common.activations import Activation
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
+from .common.layouts import memory_format
 from .common.map_norms import affine_of_norm, zero_of
 from .common.sign_bits import SignPacker, SignReader
 from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
@@ -34,6 +35,7 @@ __all__ = [
 
 aten = torch.ops.aten
 _relu_backward = aten.threshold_backward.default
+_WHOLE = 1, 1  # stride of all positions of a map
 RELU = Activation('relu')
 
 
@@ -259,9 +261,12 @@ def block_backward(
     inner = grad
     for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
-        if isinstance(z, KeptMap):
+        if type(z) is KeptMap:
             z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
-        inner, gradients = layer_backward(own[i], source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
+        layer, stride = own[i], _WHOLE
+        if i == 0 and members.shortcut is not None:
+            layer, source, stride = _without_stride(layer, source)
+        inner, gradients = layer_backward(layer, source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         of_layers = [gradients, *of_layers]
         if i > 0:
             inner = _relu_backward(inner, source, 0)
@@ -269,19 +274,71 @@ def block_backward(
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
     through, gradients = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
-    return inner.add_(through) if needs_x else None, [*of_layers, gradients]
+    return _add_where_read(x, (inner, stride), through) if needs_x else None, [*of_layers, gradients]
 
 
 def _shortcut_backward(members, saved, x, grad, needs, needs_x):
-    """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it."""
-    layer, pool, own = members.shortcut, members.pool, saved.layers[-1]
-    pooled = _pooled(pool, x)
+    """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it.
+
+    Returns:
+        tuple: Gradient of the input with the stride of its positions, and the gradients of the parameters.
+    """
+    layer, pool, own, stride = members.shortcut, members.pool, saved.layers[-1], _WHOLE
+    if pool is None:
+        layer, pooled, stride = _without_stride(layer, x)
+    else:
+        pooled = _pooled(pool, x)
     z = None if own is None else layer.convolve(pooled)
     grad, gradients = layer_backward(layer, pooled, z, own, grad, needs, needs_x)
     if pool is not None and needs_x:
         options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
         grad = aten.avg_pool2d_backward.default(grad, x, *options)
-    return grad, gradients
+    return (grad, stride), gradients
+
+
+def _without_stride(layer, x):
+    """Take the stride from a 1x1 convolution and give it only those positions of its input that it reads.
+
+    So the gradient of its input is a small map, not a whole one that is zero at all other positions.
+
+    Returns:
+        tuple[Layer, Tensor, tuple[int, int]]: Layer and input, which are unchanged for any other layer, and the stride
+        of the positions.
+    """
+    s = layer.s
+    if s.stride == _WHOLE or s.padding != (0, 0) or layer.t.weight.shape[2:].numel() > 1:
+        return layer, x, _WHOLE
+    read = _read(x, s.stride).contiguous(memory_format=memory_format(x))
+    return layer._replace(s=s.without_stride), read, s.stride
+
+
+def _read(x, stride):
+    """Return every n-th row and column of a map as a view."""
+    return x[:, :, :: stride[0], :: stride[1]]
+
+
+def _add_where_read(x, first, second):
+    """Add two gradients of the map x, each given with the stride of its positions, in place.
+
+    Returns:
+        Tensor: The sum at all positions.
+    """
+    (total, stride), (other, other_stride) = first, second
+    if stride == other_stride:
+        total = total.add_(other)
+        return total if stride == _WHOLE else _spread(total, stride, x)
+    if other_stride == _WHOLE:
+        (other, other_stride), (total, stride) = first, second
+    total = total if stride == _WHOLE else _spread(total, stride, x)
+    _read(total, other_stride).add_(other)
+    return total
+
+
+def _spread(values, stride, x):
+    """Return a map like x that has these values at every n-th row and column, and zeros elsewhere."""
+    whole = torch.zeros_like(x, dtype=values.dtype)
+    _read(whole, stride).copy_(values)
+    return whole
 
 
 def _keep_input(layer, z, r, saved):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed
+from .common.folded_convolution import convolve, convolve_backward
 from .common.kept_maps import affine
 from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
-from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors, convolve, convolve_backward
+from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 
 __all__ = [
     'PARAMETERS',
@@ -80,10 +81,13 @@ def layers_of_pass(
     norms, parts, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
     if backward and dtype is torch.float16 and norms.numbers:
         parts = norms.parts_in_half()
-    if not backward and dtype is not pairs[0][1].weight.dtype and all([s.standardise is None for s, _ in pairs]):
+    if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
-        pairs = [(s, t._replace(weight=weight)) for (s, t), weight in zip(pairs, weights, strict=True)]
+        pairs = [
+            (s, t if s.standardise is not None else t._replace(weight=weight))
+            for (s, t), weight in zip(pairs, weights, strict=True)
+        ]
     return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
 
 
