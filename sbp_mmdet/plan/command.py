@@ -22,6 +22,7 @@ import torch
 from mmengine.logging import MMLogger
 
 from .arguments import Parser, parse_count, parse_words
+from .batch import LEAST_SIDE
 from .batch_size import find_largest_batches
 from .check import check
 from .config_checks import (
@@ -47,6 +48,14 @@ from .verify import add_verify
 
 __all__ = ['main']
 
+# Warnings of mmdet's and mmcv's code, and of torch about their sparse tensors, which the user cannot act upon.
+_OF_LIBRARIES = (
+    'torch.meshgrid: in an upcoming release',
+    'Default ``avg_non_ignore`` is False',
+    'In MMCV v',
+    'Sparse invariant checks are implicitly disabled',
+)
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command.
@@ -68,8 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.run is None:
         raise SystemExit(0 if check() else 1)
     args.answer = ''
-    for message in ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False'):
-        warnings.filterwarnings('ignore', message)  # of mmdet's code, which the user cannot act upon
+    for message in _OF_LIBRARIES:
+        warnings.filterwarnings('ignore', message)
     # Classes of mmdet read attributes of their own that others of its classes call deprecated.
     warnings.filterwarnings('ignore', 'DeprecationWarning: ', module=r'mmdet\.')
     try:
@@ -183,6 +192,12 @@ def _find_inputs(args, config, batch, size):
     """Return the largest batch; its source says where the number of boxes comes from."""
     inputs = find_training_inputs(config, batch, size, processes=args.gpus, count_boxes=args.boxes is None)
     if args.boxes is not None:
+        room = (inputs.height // LEAST_SIDE) * (inputs.width // LEAST_SIDE)
+        if args.boxes > room:
+            raise ValueError(
+                f'--boxes {args.boxes}: an image of {inputs.height} x {inputs.width} has room for {room} boxes of '
+                f'{LEAST_SIDE} x {LEAST_SIDE} pixels; give the number of boxes in one image, such as --boxes 60'
+            )
         return inputs
     whose = 'a crowded batch of COCO' if inputs.boxes is None else 'the annotations'
     return inputs._replace(source=f'{inputs.source}; boxes: of {whose}')
