@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -48,13 +49,8 @@ from .verify import add_verify
 
 __all__ = ['main']
 
-# Warnings of mmdet's and mmcv's code, and of torch about their sparse tensors, which the user cannot act upon.
-_OF_LIBRARIES = (
-    'torch.meshgrid: in an upcoming release',
-    'Default ``avg_non_ignore`` is False',
-    'In MMCV v',
-    'Sparse invariant checks are implicitly disabled',
-)
+# Warnings of mmdet's and mmcv's code, which the user cannot act upon.
+_OF_LIBRARIES = ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False', 'In MMCV v')
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     args.answer = ''
     for message in _OF_LIBRARIES:
         warnings.filterwarnings('ignore', message)
+    # torch warns of an operation of the model where a mode of this package runs it.
+    warnings.filterwarnings('ignore', module=rf'{re.escape(__package__)}\.')
     # Classes of mmdet read attributes of their own that others of its classes call deprecated.
     warnings.filterwarnings('ignore', 'DeprecationWarning: ', module=r'mmdet\.')
     try:
