@@ -172,7 +172,7 @@ def _plan(args, config):
         options = dict(eight_bit=args.adamw8bit, failed=functools.partial(_print_failed, args, config))
         rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
+        raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
     finally:
         end_progress()
     best = choose_row(rows)
@@ -221,7 +221,7 @@ def _plan_batches(args, config, budget, size):
         options = dict(found=_print_found, failed=functools.partial(_print_failed, args, config))
         rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
+        raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
     finally:
         end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
