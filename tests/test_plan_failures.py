@@ -3,6 +3,9 @@
 Of configs that cannot be planned at all, the message says what is true of them.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 from mmdet.models import RetinaNet
 from mmdet.registry import MODELS
@@ -128,3 +131,12 @@ def test_a_rehearsal_without_data(missing, tmp_path, capsys):
     (tmp_path / 'bare.py').write_text(f'_base_ = {RETINA!r}\n{missing} = None\n')
     said = line_of(capsys, 'rehearse', str(tmp_path / 'bare.py'))
     assert said.endswith(f"bare.py has no {missing}; rehearse runs a step of the config's own training")
+
+
+def test_the_file_that_a_missing_config_of_a_teacher_resembles(capsys):
+    """mmdet looks for a teacher's config in the folder of its repository, which a wheel does not have."""
+    words = ['plan', 'mmdet::ld/ld_r18-gflv1-r101_fpn_1x_coco.py', *CASE[2:], '--batch', '1']
+    similar = re.search(r'did you mean (\S+)\?$', line_of(capsys, *words))
+    assert Path(similar[1]).is_file() and similar[1].endswith('/configs/gfl/gfl_r101_fpn_ms-2x_coco.py')
+    command.main([*words, '--cfg-options', f'model.teacher_config={similar[1]}'])
+    assert 'It fits into 8.00 GiB' in capsys.readouterr().out
