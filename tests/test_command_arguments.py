@@ -121,3 +121,22 @@ def test_a_missing_budget_is_said_before_the_config_is_read(monkeypatch, capsys)
         command.main(['rehearse', FRCNN, '--budget', 'lots'])
     first, second = capsys.readouterr().err.splitlines()
     assert 'this machine has no GPU' in first and "budget 'lots' cannot be read" in second
+
+
+def test_more_boxes_than_an_image_has_room_for(capsys):
+    """16 x 24 boxes of 4 x 4 pixels cover an image of 64 x 96. A billion of them exhausted the machine's memory."""
+    case = ['plan', FRCNN, '--budget', '8GiB', '--batch', '1', '--size', '64x96', '--boxes']
+    for boxes in ('385', '1000000000'):
+        line = line_of(capsys, *case, boxes)
+        assert f'--boxes {boxes}: an image of 64 x 96 has room for 384 boxes of 4 x 4 pixels' in line
+    command.main([*case, '384'])
+    assert 'with 384 boxes each' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('verb', [('plan', '--budget', '8GiB'), ('verify',)], ids=str)
+def test_images_that_are_larger_than_the_memory_of_this_machine(verb, capsys, monkeypatch):
+    """An image of a gigapixel has 3 GB of bytes, and 12 GB of numbers in single precision."""
+    monkeypatch.setattr('os.sysconf', lambda name: {'SC_PHYS_PAGES': 10**6, 'SC_PAGE_SIZE': 14_999}[name])
+    line = line_of(capsys, verb[0], FRCNN, *verb[1:], '--batch', '1', '--size', '25000x40000')
+    said = f'takes {15e9 / 2**30:.2f} GiB of the memory of this machine, which has {14.999e9 / 2**30:.2f} GiB'
+    assert 'a batch of 1 image of 25000 x 40000 with ' in line and said in line and line.endswith('(--size, --batch)')

@@ -12,6 +12,7 @@ from helpers import CONFIGS
 from mmengine.logging import MMLogger
 
 from sbp_mmdet.plan import command, counts, planner
+from sbp_mmdet.plan.cuda_rules import autocast_rules
 from sbp_mmdet.plan.inputs import Inputs
 from sbp_mmdet.plan.planner import Row, choose_row, count_needed_bytes, plan
 from sbp_mmdet.plan.variants import load_config, plain
@@ -207,11 +208,15 @@ def test_sizes_of_other_batches_are_said_where_they_differ(usual, rare, said, pl
 def test_warnings_that_nobody_can_act_upon_are_not_shown(planning, monkeypatch, recwarn):
     def measure(*args, **kwargs):
         warnings.warn('Default ``avg_non_ignore`` is False, if you would like to ignore', stacklevel=1)
+        with autocast_rules():
+            torch.ones(2).new_tensor(torch.ones(2))  # of mmdet's DETRs
+        torch.ones(2).new_tensor(torch.ones(2))  # of the user's own code
         return _count_of_variant(GB, 0)
 
     monkeypatch.setattr(counts, 'measure_detector', measure)
     command.main(['plan', FRCNN, '--budget', '8GiB', '--size', '64x64', '--boxes', '1'])
-    assert not [one for one in recwarn if 'avg_non_ignore' in str(one.message)]
+    said = [one for one in recwarn if 'avg_non_ignore' in str(one.message) or 'copy construct' in str(one.message)]
+    assert [one.filename for one in said] == [__file__]
 
 
 def test_gaps_that_expandable_segments_close(planning, capsys, monkeypatch):

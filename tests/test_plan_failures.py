@@ -3,7 +3,13 @@
 Of configs that cannot be planned at all, the message says what is true of them.
 """
 
+import re
+from pathlib import Path
+
 import pytest
+from mmdet.models import RetinaNet
+from mmdet.registry import MODELS
+from test_command_errors import RETINA, line_of
 from test_plan_command import FRCNN, GB, _count_of_variant
 
 from sbp_mmdet.plan import command, counts
@@ -97,3 +103,40 @@ def test_what_is_said_is_true(case, capsys, recwarn):
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith('sbp-mmdet: error: ')]
     assert ended.value.code == 2 and len(error) == 1 and said in error[0] and untrue not in error[0]
     assert not [str(warning.message) for warning in recwarn if 'deprecated' in str(warning.message)]  # by mmdet's code
+
+
+@MODELS.register_module()
+class LaneDetector(RetinaNet):
+    """Detector that reads an annotation of its own, as mmdet's CLRNet does, or uses an attribute that it lacks."""
+
+    reads = 'sample.lanes'
+
+    def loss(self, batch_inputs, batch_data_samples):
+        return eval(self.reads, dict(sample=batch_data_samples[0], self=self))
+
+
+@pytest.mark.parametrize(
+    ('reads', 'name'), [('sample.lanes', 'lanes'), ('sample.gt_instances.keypoints', 'keypoints'), ('self.gone', None)]
+)
+def test_annotations_that_a_made_up_batch_lacks(reads, name, capsys, monkeypatch):
+    monkeypatch.setattr(LaneDetector, 'reads', reads)
+    said = line_of(capsys, 'plan', RETINA, *CASE[2:], '--batch', '1', '--cfg-options', 'model.type=LaneDetector')
+    assert f"has no attribute '{name or 'gone'}'" in said
+    assert (f"; the model reads '{name}' from its data, and the batch here has images, boxes" in said) == bool(name)
+    assert said.endswith('sbp-mmdet rehearse runs a step on your own data') == bool(name)
+
+
+@pytest.mark.parametrize('missing', ['train_dataloader', 'train_cfg'])
+def test_a_rehearsal_without_data(missing, tmp_path, capsys):
+    (tmp_path / 'bare.py').write_text(f'_base_ = {RETINA!r}\n{missing} = None\n')
+    said = line_of(capsys, 'rehearse', str(tmp_path / 'bare.py'))
+    assert said.endswith(f"bare.py has no {missing}; rehearse runs a step of the config's own training")
+
+
+def test_the_file_that_a_missing_config_of_a_teacher_resembles(capsys):
+    """mmdet looks for a teacher's config in the folder of its repository, which a wheel does not have."""
+    words = ['plan', 'mmdet::ld/ld_r18-gflv1-r101_fpn_1x_coco.py', *CASE[2:], '--batch', '1']
+    similar = re.search(r'did you mean (\S+)\?$', line_of(capsys, *words))
+    assert Path(similar[1]).is_file() and similar[1].endswith('/configs/gfl/gfl_r101_fpn_ms-2x_coco.py')
+    command.main([*words, '--cfg-options', f'model.teacher_config={similar[1]}'])
+    assert 'It fits into 8.00 GiB' in capsys.readouterr().out

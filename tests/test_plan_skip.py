@@ -9,6 +9,7 @@ from torch import nn
 
 from sbp_mmdet.plan.cuda_rules import cuda_kernels
 from sbp_mmdet.plan.memory import LiveBytes
+from sbp_mmdet.plan.parts import PartTracker
 from sbp_mmdet.plan.skip_arithmetic import SkipArithmetic
 
 SIDE = 512  # a map of one channel is large
@@ -95,3 +96,40 @@ def test_a_network_counts_alike_the_second_time():
         peaks.append(counter.peak)
         net.zero_grad()
     assert peaks[0] == peaks[1] > 2 * 16 * (SIDE - 2) ** 2 * 4
+
+
+class Distilled(nn.Module):
+    """Student that holds its teacher as a plain object, and another one in a list, as distillation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = make_network()
+        object.__setattr__(self, 'teacher_model', make_network())
+        self.others = [make_network()]
+        self.teacher_model.loss_cls = nn.ReLU()
+
+    def forward(self, x):
+        with torch.no_grad():
+            maps = [self.teacher_model.layers(x), self.others[0].layers(x), self.student.layers(x)]
+        return maps, self.teacher_model.loss_cls(x)
+
+
+def make_network():
+    network = nn.Module()
+    network.layers = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU())
+    nn.init.ones_(network.layers[0].weight)
+    return network
+
+
+def test_a_teacher_outside_of_the_tree_is_not_computed():
+    """mmdet's teachers are no submodules. Their losses decide on the assignment (LAD), and are computed."""
+    model, x = Distilled(), torch.ones(1, 1, SIDE, SIDE)
+    computed, loss = model(x)
+    assert all(one.any() for one in computed) and loss.all()
+    tracker, counter, all_bytes = PartTracker(model), LiveBytes(), LiveBytes()
+    with all_bytes:
+        model(x)
+    with SkipArithmetic(lambda: tracker.in_network), counter:
+        skipped, loss = model(x)
+    assert not any(one.any() for one in skipped) and loss.all()
+    assert counter.peak == all_bytes.peak > 3 * 2 * SIDE**2 * 4

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,10 +15,13 @@ from mmengine.logging import MessageHub
 from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
-__all__ = ['as_if_trained', 'at_the_first_step', 'build_batch', 'while_as_if_trained']
+from .tables import format_gib, format_images
+
+__all__ = ['LEAST_SIDE', 'as_if_trained', 'at_the_first_step', 'build_batch', 'while_as_if_trained']
 
 # Least and largest side of a box as a share of the image's shorter side, from COCO's small to its large objects.
 _BOX_SIDES = (0.02, 0.6)
+LEAST_SIDE = 4  # of a box, in pixels
 # Number of classes in a semantic map besides those of boxes.
 _STUFF = 10
 
@@ -54,7 +58,11 @@ def build_batch(
 
     Returns:
         dict: ``inputs`` and ``data_samples``, for a detector's data preprocessor.
+
+    Raises:
+        ValueError: If the images are larger than this machine's memory.
     """
+    _refuse_larger_than_memory(batch, height, width, boxes, channels)
     rng = np.random.default_rng(seed)
     inputs, samples = [], []
     for i in range(batch):
@@ -71,6 +79,19 @@ def build_batch(
             sample.gt_sem_seg = PixelData(sem_seg=stripes.expand(1, height, width).clone())
         samples.append(sample)
     return dict(inputs=inputs, data_samples=samples)
+
+
+def _refuse_larger_than_memory(batch, height, width, boxes, channels):
+    """Refuse images that would exhaust the memory of this machine, upon which the system ends the process."""
+    needed = batch * channels * height * width * (1 + torch.get_default_dtype().itemsize)  # bytes, then numbers
+    if 'SC_PHYS_PAGES' not in getattr(os, 'sysconf_names', ()):  # not a Unix
+        return
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if needed > memory:
+        raise ValueError(
+            f'a batch of {format_images(batch, height, width, boxes)} takes {format_gib(needed)} of the memory of this '
+            f'machine, which has {format_gib(memory)}; take smaller or fewer images (--size, --batch)'
+        )
 
 
 def _sample(rng, number, bboxes, size, num_classes, with_masks) -> DetDataSample:
@@ -104,8 +125,8 @@ def _draw_boxes(rng, number, height, width):
     low, high = _BOX_SIDES
     sides = min(height, width) * np.exp(rng.uniform(np.log(low), np.log(high), number))
     aspect = np.exp(rng.uniform(-0.7, 0.7, number))
-    w = np.clip(sides * aspect**0.5, 4, width)
-    h = np.clip(sides / aspect**0.5, 4, height)
+    w = np.clip(sides * aspect**0.5, LEAST_SIDE, width)
+    h = np.clip(sides / aspect**0.5, LEAST_SIDE, height)
     x, y = rng.uniform(0, 1, number) * (width - w), rng.uniform(0, 1, number) * (height - h)
     return np.stack([x, y, x + w, y + h], 1).astype(np.float32)
 

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import torch
 from mmengine.logging import MMLogger
 
 from .arguments import Parser, parse_count, parse_words
+from .batch import LEAST_SIDE
 from .batch_size import find_largest_batches
 from .check import check
 from .config_checks import (
@@ -47,6 +49,9 @@ from .verify import add_verify
 
 __all__ = ['main']
 
+# Warnings of mmdet's and mmcv's code, which the user cannot act upon.
+_OF_LIBRARIES = ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False', 'In MMCV v')
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command.
@@ -68,8 +73,10 @@ def main(arguments: list[str] | None = None) -> None:
     if args.run is None:
         raise SystemExit(0 if check() else 1)
     args.answer = ''
-    for message in ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False'):
-        warnings.filterwarnings('ignore', message)  # of mmdet's code, which the user cannot act upon
+    for message in _OF_LIBRARIES:
+        warnings.filterwarnings('ignore', message)
+    # torch warns of an operation of the model where a mode of this package runs it.
+    warnings.filterwarnings('ignore', module=rf'{re.escape(__package__)}\.')
     # Classes of mmdet read attributes of their own that others of its classes call deprecated.
     warnings.filterwarnings('ignore', 'DeprecationWarning: ', module=r'mmdet\.')
     try:
@@ -165,7 +172,7 @@ def _plan(args, config):
         options = dict(eight_bit=args.adamw8bit, failed=functools.partial(_print_failed, args, config))
         rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
+        raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
     finally:
         end_progress()
     best = choose_row(rows)
@@ -183,6 +190,12 @@ def _find_inputs(args, config, batch, size):
     """Return the largest batch; its source says where the number of boxes comes from."""
     inputs = find_training_inputs(config, batch, size, processes=args.gpus, count_boxes=args.boxes is None)
     if args.boxes is not None:
+        room = (inputs.height // LEAST_SIDE) * (inputs.width // LEAST_SIDE)
+        if args.boxes > room:
+            raise ValueError(
+                f'--boxes {args.boxes}: an image of {inputs.height} x {inputs.width} has room for {room} boxes of '
+                f'{LEAST_SIDE} x {LEAST_SIDE} pixels; give the number of boxes in one image, such as --boxes 60'
+            )
         return inputs
     whose = 'a crowded batch of COCO' if inputs.boxes is None else 'the annotations'
     return inputs._replace(source=f'{inputs.source}; boxes: of {whose}')
@@ -208,7 +221,7 @@ def _plan_batches(args, config, budget, size):
         options = dict(found=_print_found, failed=functools.partial(_print_failed, args, config))
         rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise bad_input(args.config, 'a training step cannot be run here', error, config) from error
+        raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
     finally:
         end_progress()
     exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']

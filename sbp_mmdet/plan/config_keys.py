@@ -5,11 +5,14 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import mmdet.registry
 from mmengine.config import Config
 from mmengine.registry import Registry
 from mmengine.runner import Runner
+
+from .config_files import find_config_file, find_similar_config
 
 __all__ = ['describe_bad_override', 'describe_mistake', 'scope_of', 'shorten_names', 'values_in']
 
@@ -112,7 +115,9 @@ def _describe_missing_file(config, error):
     path = next(path for path in paths if _ends_with(path, value))
     joined = '' if path == value else f' ({path})'
     root = ' or its data_root' if joined and _has_data_root(config, key) else ''
-    return f'{key}={value!r}{joined} does not exist; correct it{root}'
+    similar = find_similar_config(Path(value)) if value.endswith('.py') else None
+    remedy = f'did you mean {find_config_file(similar)}?' if similar else f'correct it{root}'
+    return f'{key}={value!r}{joined} does not exist; {remedy}'
 
 
 def _has_data_root(config, key):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmcv.transforms import BaseTransform
 from mmengine.config import Config
+from mmengine.structures import BaseDataElement
 
 from .config_keys import describe_mistake, shorten_names
 
@@ -17,7 +18,7 @@ _LENGTH = 200  # of a message that is quoted
 _DISPATCH = ('__torch_dispatch__', '__torch_function__')
 
 
-def bad_input(name: str, what: str, error: Exception, config: Config) -> ValueError:
+def bad_input(name: str, what: str, error: Exception, config: Config, made_up: bool = False) -> ValueError:
     """Return the error that the command reports in place of any error that a config's classes raise.
 
     Args:
@@ -25,12 +26,14 @@ def bad_input(name: str, what: str, error: Exception, config: Config) -> ValueEr
         what (str): What failed, such as 'its model cannot be built here'.
         error (Exception): The error that was raised.
         config (Config): The config, in which the value that is wrong is looked for.
+        made_up (bool): Whether the model ran on a batch of :func:`.batch.build_batch`. Default: False.
 
     Returns:
         ValueError: Error whose message is a line.
     """
     text = f'{error}' if _is_ours(error) else describe_mistake(config, error)
-    return ValueError(f'{name}: {text or f"{what}: {describe_error(error)}{_find_remedy(error)}"}')
+    remedy = _find_remedy(error) or (made_up and _describe_missing_annotation(error)) or ''
+    return ValueError(f'{name}: {text or f"{what}: {describe_error(error)}{remedy}"}')
 
 
 def describe_error(error: Exception) -> str:
@@ -76,6 +79,16 @@ def _find_remedy(error):
         return f'; install {error.name.partition(".")[0]}'
     if isinstance(error, ValueError) and 'more than 1 value per channel' in str(error):  # torch's, of a batch norm
         return '; a batch norm after global pooling needs 2 images or more: set --batch or train_dataloader.batch_size'
+    return ''
+
+
+def _describe_missing_annotation(error):
+    """Return what to do if a model reads an annotation that a made-up batch lacks, or an empty text."""
+    if isinstance(error, AttributeError) and isinstance(getattr(error, 'obj', None), BaseDataElement):
+        return (
+            f'; the model reads {error.name!r} from its data, and the batch here has images, boxes, labels and masks '
+            'alone; sbp-mmdet rehearse runs a step on your own data'
+        )
     return ''
 
 

@@ -53,11 +53,25 @@ def _located(patterns: Sequence[tuple[str, str]], name: str) -> str | None:
     return None
 
 
+def _modules_outside(model):
+    """Yield names and modules that a model holds outside of its tree, as plain attributes or in a list of them.
+
+    So do mmdet's detectors that are trained by distillation hold their teacher, which has no gradients.
+    """
+    seen = {*model.modules()}
+    for prefix, owner in [*model.named_modules()]:
+        for attribute, value in [*vars(owner).items()]:
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(one, nn.Module) and one not in seen:
+                    yield from one.named_modules(seen, f'{prefix}.{attribute}'.lstrip('.'))
+
+
 class PartTracker:
     """Tracker of the part of a detector that is running.
 
     Args:
-        model (nn.Module): The detector. Its modules get hooks and its heads wrapped methods, which stay.
+        model (nn.Module): The detector. Its modules, and those that it holds outside of its tree, get hooks; its heads
+            get wrapped methods. Both stay.
 
     Attributes:
         in_network (bool): Whether the forward pass of a submodule is running that is no loss.
@@ -70,6 +84,8 @@ class PartTracker:
             # Hooks on modules that a lean module bypasses would make it run their own code.
             if name and module not in bypassed:
                 self._watch(module, part_of(name), 'loss' in name.split('.')[-1])
+        for name, module in _modules_outside(model):
+            self._watch(module, part_of(name), 'loss' in name.split('.')[-1])
         for name, module in model.named_children():
             for method in _METHODS:
                 if hasattr(module, method):

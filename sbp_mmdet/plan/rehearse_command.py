@@ -46,6 +46,10 @@ class _Runner(Runner):
 
 def _rehearse(args: argparse.Namespace, config: Config) -> None:
     refuse_strategies(args.config, config)
+    if missing := [key for key in ('train_dataloader', 'train_cfg') if not config.get(key)]:
+        raise ValueError(
+            f"{args.config} has no {' and no '.join(missing)}; rehearse runs a step of the config's own training"
+        )
     if needs_mmpretrain(config):
         raise ValueError(f'{args.config}: {describe_missing_backbone(config)}')
     if name_of(config.optim_wrapper) == 'AmpOptimWrapper' and not torch.cuda.is_available():
