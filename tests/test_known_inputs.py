@@ -56,7 +56,7 @@ def test_tensors_of_other_classes(family, preset):
 @pytest.mark.parametrize('preset', ['exact_min', 'with_cp', None])
 def test_tensors_of_other_classes_in_checkpoints(preset):
     """A tensor's ``backward`` runs without the functions of its class, and so would a recomputation."""
-    lean = build_module(BACKBONES['Res2Net'][0])
+    lean = build_module(BACKBONES['plugins'][0])
     plain, found = copy.deepcopy(lean), []
     if preset is None:
         checkpoint_modules(lean, ['layer1', 'layer2'])

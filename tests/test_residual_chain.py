@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from cases import count_model_bytes, make_lean_copy
-from mmdet.models.backbones import resnet, resnext
+from mmdet.models.backbones import res2net, resnet, resnext
 from mmdet.models.layers import ResLayer
 from oracles import DEVICE, assert_equal_statistics
 from torch import nn
@@ -31,6 +31,10 @@ STAGES = {
     'Bottleneck, group norm': (resnet.Bottleneck, dict(stride=2, norm_cfg=GN), True),
     'Bottleneck, weight standardisation': (resnet.Bottleneck, dict(stride=2, norm_cfg=GN, conv_cfg=WS), True),
     'ResNeXt': (resnext.Bottleneck, dict(stride=2, groups=4, base_width=8, base_channels=8), True),
+    'Res2Net': (res2net.Bottle2neck, dict(stride=2, scales=4, base_width=26), True),
+    'Res2Net, three groups and caffe': (res2net.Bottle2neck, dict(stride=2, scales=3, style='caffe'), True),
+    'Res2Net, batch statistics': (res2net.Bottle2neck, dict(stride=2, scales=4), False),
+    'Res2Net, group norm': (res2net.Bottle2neck, dict(stride=2, scales=2, base_width=32, norm_cfg=GN), True),
     'BasicBlock': (resnet.BasicBlock, dict(stride=2), True),
     'BasicBlock, batch statistics': (resnet.BasicBlock, dict(stride=2), False),
 }
@@ -39,7 +43,8 @@ STAGES = {
 def build_stage(block=resnet.Bottleneck, options=None, norm_eval=True, blocks=8, width=8):
     """Return a stage with norms that look trained, on ``DEVICE``; it is longer than a chain."""
     torch.manual_seed(0)
-    model = ResLayer(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
+    kind = res2net.Res2Layer if block is res2net.Bottle2neck else ResLayer
+    model = kind(block, 16, width, blocks, **{'stride': 2, 'norm_cfg': BN, **(options or {})})
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
             nn.init.uniform_(module.weight, 0.3, 0.8)

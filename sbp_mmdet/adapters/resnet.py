@@ -147,12 +147,16 @@ class LeanBottle2neck(_Convolutional):
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
         middle = zip(self.convs, self.bns, strict=True)
-        return _ends(self) | {
+        layers = _ends(self) | {
             f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(middle)
         }
+        return layers | (dict(block=ResidualChainBinding((self,))) if may_chain(self, called=True) else {})
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
+        block = self.part('block')
+        if block is not None and x.numel():
+            return block(self.form, x)
         return _bottleneck(self, x, self.middle)
 
     def middle(self, x: Tensor) -> Tensor:

@@ -5,15 +5,17 @@ import functools
 from collections.abc import Sequence
 
 import mmengine.model
-from mmdet.models.backbones import resnet
+from mmdet.models.backbones import res2net, resnet
 from mmdet.models.layers import ResLayer
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
 from ..ops.common.autograd_function import Form
+from ..ops.common.average_pool import AveragePool
 from ..ops.common.precision import autocast_dtype
-from ..ops.residual_block import AveragePool, BlockSettings
+from ..ops.residual_block import BlockSettings
 from ..ops.residual_chain import ChainSettings, residual_chain
+from ..ops.split_layer import SplitSettings
 from ..surgery import stock_class
 from . import csp
 from .base import LeanModule, adapter
@@ -69,7 +71,8 @@ class ResidualChainBinding(Binding):
             own, shortcut = _layers(block), block.downsample
             *pools, conv, norm = (None, None) if shortcut is None else shortcut
             layers += own if shortcut is None else [*own, (conv, norm)]
-            blocks.append(BlockSettings(len(own), shortcut is not None, *map(_settings_of_pool, pools)))
+            (pool,) = map(_settings_of_pool, pools) if pools else (None,)
+            blocks.append(BlockSettings(len(own), shortcut is not None, pool, _split(block)))
         norms = [norm for _, norm in layers]
         return [ConvNorm(*layer) for layer in layers], norms, tuple(blocks), CachedSettings(ChainSettings)
 
@@ -87,7 +90,7 @@ def _kind_of_chain(block):
     return ResidualChainBinding if may_chain(block) else CSPBinding if csp.is_known_block(block) else None
 
 
-@adapter(ResLayer, nn.Sequential, mmengine.model.Sequential)
+@adapter(ResLayer, res2net.Res2Layer, nn.Sequential, mmengine.model.Sequential)
 class LeanStage(LeanModule):
     """Sequence of layers, in which convolutions followed by a norm or an activation are operations.
 
@@ -166,6 +169,8 @@ def _find_reads(block):
     for conv, norm in _layers(block):
         reads += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
     reads.append((block.relu, 'ReLU'))
+    if _pools_last_group(block):
+        reads.append((block.pool, 'average pool'))
     if block.downsample is None:
         return reads
     reads.append((block.downsample, 'shortcut of a chain'))
@@ -177,8 +182,15 @@ def _find_reads(block):
     return reads
 
 
+def _is_split(block):
+    """Return whether a block has a convolution for each group of channels, as Res2Net's."""
+    return original(stock_class(type(block))) is res2net.Bottle2neck
+
+
 def _layers(block):
     """Return the block's convolutions with their norms."""
+    if _is_split(block):
+        return [(block.conv1, block.norm1), *zip(block.convs, block.bns, strict=True), (block.conv3, block.norm3)]
     return [(getattr(block, f'conv{i}'), getattr(block, f'norm{i}')) for i in range(1, _number_of_layers(block) + 1)]
 
 
@@ -186,5 +198,18 @@ def _number_of_layers(block):
     return 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
 
 
+def _split(block):
+    """Return the settings of a block's split layer, or ``None`` if it has none."""
+    if not _is_split(block):
+        return None
+    pool = _settings_of_pool(block.pool) if _pools_last_group(block) else None
+    return SplitSettings(len(block.convs), block.stage_type != 'stage', pool)
+
+
+def _pools_last_group(block):
+    return _is_split(block) and block.stage_type == 'stage' and block.conv2_stride != 1
+
+
 def _settings_of_pool(pool):
-    return AveragePool(_pair(pool.kernel_size), _pair(pool.stride), pool.ceil_mode, pool.count_include_pad)
+    sizes = map(_pair, (pool.kernel_size, pool.stride, pool.padding))
+    return AveragePool(*sizes, pool.ceil_mode, pool.count_include_pad)

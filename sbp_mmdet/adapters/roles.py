@@ -17,6 +17,7 @@ from mmcv.cnn.bricks.wrappers import Conv2d as MMCVConv2d
 from mmcv.cnn.bricks.wrappers import Linear as MMCVLinear
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones import resnext
+from mmdet.models.backbones.res2net import Bottle2neck
 from mmdet.models.backbones.resnet import BasicBlock, Bottleneck
 from mmdet.models.layers.transformer.detr_layers import DetrTransformerEncoderLayer
 from mmengine.model import Sequential
@@ -155,9 +156,15 @@ def check_number_as_scale(attention: nn.Module) -> str | None:
     return f'its scale is a {type(scale).__name__}, not a number' if isinstance(scale, torch.Tensor) else None
 
 
-def _averages_without_padding(pool):
-    padding = pool.padding if isinstance(pool.padding, tuple) else (pool.padding,)
-    return 'it pads, or divides by a number of its own' if pool.divisor_override or any(padding) else None
+def _check_divisor(pool):
+    return 'it divides by a number of its own' if pool.divisor_override else None
+
+
+def _check_groups_of_res2net(block):
+    if wrong := _check_no_plugins(block):
+        return wrong
+    known = block.stage_type in ('normal', 'stage') and len(block.convs) == len(block.bns) == block.scales - 1
+    return None if known else f'its stage_type is {block.stage_type!r}, or it has not a convolution for each group'
 
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
@@ -169,11 +176,12 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'pointwise convolution': dict.fromkeys(_CONVOLUTIONS, _check_pointwise),
     'convolution alone': {ConvModule: _check_lone_convolution},
     'convolution and norm': {ConvModule: _check_convolution_and_norm},
-    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _check_no_plugins),
+    'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _check_no_plugins)
+    | {Bottle2neck: _check_groups_of_res2net},
     'convolution of a chain': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d), _check_zero_padding),
     'norm of a chain': dict.fromkeys(_NORMS, _check_all_tensors),
     'shortcut of a chain': {nn.Sequential: _check_pool_and_layer},
-    'average pool': {nn.AvgPool2d: _averages_without_padding},
+    'average pool': {nn.AvgPool2d: _check_divisor},
     'ReLU': {nn.ReLU: any_setting},
     'activation': dict.fromkeys(_ACTIVATIONS, any_setting) | {nn.ReLU6: _check_bounds_of_relu6},
     'GELU': {nn.GELU: any_setting},

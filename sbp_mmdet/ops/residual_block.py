@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
+from .common.average_pool import AveragePool, pool, pool_backward
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.layouts import memory_format
 from .common.map_norms import affine_of_norm, zero_of
 from .common.sign_bits import SignPacker, SignReader
 from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
+from .split_layer import SplitLayer, SplitSettings
 
 __all__ = [
     'RELU',
-    'AveragePool',
     'BlockSettings',
     'Inside',
     'KeptBlock',
@@ -39,15 +39,6 @@ _WHOLE = 1, 1  # stride of all positions of a map
 RELU = Activation('relu')
 
 
-class AveragePool(NamedTuple):
-    """Settings of ``nn.AvgPool2d`` without padding, in front of the convolution of a shortcut."""
-
-    kernel_size: tuple[int, int]
-    stride: tuple[int, int]
-    ceil_mode: bool
-    count_include_pad: bool
-
-
 class BlockSettings(NamedTuple):
     """Shape of the block ``relu(layers(x) + shortcut(x))``.
 
@@ -56,11 +47,25 @@ class BlockSettings(NamedTuple):
         projects (bool): Whether the shortcut is a convolution with norm. If ``False``, it is ``x``. Default: False.
         pool (AveragePool | None): Pooling in front of the shortcut's convolution. If ``None``, there is none. Default:
             None.
+        split (SplitSettings | None): How all convolutions but the first and the last are one split layer. If ``None``,
+            they are layers by themselves. Default: None.
     """
 
     number: int
     projects: bool = False
     pool: AveragePool | None = None
+    split: SplitSettings | None = None
+
+    def split_middle(self, values: Sequence) -> list:
+        """Put what belongs to the convolutions of a split layer into one list.
+
+        Args:
+            values (Sequence): Values of all convolutions, that of the shortcut at the end.
+        """
+        if self.split is None:
+            return values
+        stop = self.number - 1
+        return [values[0], values[1:stop], *values[stop:]]
 
 
 class KeptBlock(NamedTuple):
@@ -71,7 +76,8 @@ class KeptBlock(NamedTuple):
         signs (list[int]): For each ReLU inside of the block whose output is recomputed, its number for
             :meth:`.SignReader.relu_`.
         output (int | None): The same number for the last ReLU. ``None`` for the last block, whose output is saved.
-        layers (tuple[KeptLayer | None, ...]): Statistics of each layer, those of the shortcut last.
+        layers (tuple[KeptLayer | tuple[KeptLayer, ...] | None, ...]): Statistics of each layer, those of the shortcut
+            last; of a split layer a tuple.
     """
 
     last: KeptMap | None
@@ -84,14 +90,14 @@ class BlockLayers(NamedTuple):
     """The layers of a block in one pass.
 
     Attributes:
-        layers (Sequence[Layer]): The convolutions with norm.
+        layers (Sequence[Layer | SplitLayer]): The convolutions with norm.
         shortcut (Layer | None): Convolution with norm of the shortcut. If ``None``, the shortcut is the block's input.
         pool (AveragePool | None): Pooling in front of the shortcut's convolution.
         signs (SignPacker | SignReader | None): Signs of the recomputed ReLUs of all blocks: a packer in the forward
             pass, a reader in the backward pass. If ``None``, no backward pass will follow.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[Layer | SplitLayer]
     shortcut: Layer | None
     pool: AveragePool | None
     signs: SignPacker | SignReader | None
@@ -142,7 +148,10 @@ def layers_of_blocks(
     """
     members = []
     for block, own in zip(blocks, split_by_block(blocks, layers), strict=True):
-        members.append(BlockLayers(own[: block.number], own[-1] if block.projects else None, block.pool, signs))
+        layers_of_block = block.split_middle(own[: block.number])
+        if block.split is not None:
+            layers_of_block[1] = SplitLayer(layers_of_block[1], block.split)
+        members.append(BlockLayers(layers_of_block, own[-1] if block.projects else None, block.pool, signs))
     return members
 
 
@@ -165,7 +174,7 @@ def run_block(
     out, last, signs, saved_layers = x, None, [], []
     *first, final = members.layers
     for i, layer in enumerate(first):
-        z, out, saved = run_layer(layer, out)
+        z, out, saved = layer.run(out) if type(layer) is SplitLayer else run_layer(layer, out)
         out = torch.relu_(out if out.dtype is z.dtype else out.to(z.dtype))
         saved_layers.append(saved)
         if members.signs is not None and saves_last and i + 1 == len(first):
@@ -178,7 +187,7 @@ def run_block(
     if members.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, saved = run_layer(members.shortcut, _pooled(members.pool, x))
+        _, shortcut, saved = run_layer(members.shortcut, pool(members.pool, x))
         saved_layers.append(saved)
         out = out.add_(shortcut)
     return torch.relu_(out), last, signs, tuple(saved_layers)
@@ -222,7 +231,7 @@ def rerun_output(members: BlockLayers, saved: KeptBlock, x: Tensor, last: Tensor
     if members.shortcut is None:
         out.add_(x)
     else:
-        out.add_(rerun_layer(members.shortcut, _pooled(members.pool, x), saved.layers[-1])[1])
+        out.add_(rerun_layer(members.shortcut, pool(members.pool, x), saved.layers[-1])[1])
     return members.signs.relu_(saved.output, out)
 
 
@@ -258,18 +267,24 @@ def block_backward(
         inputs.append(saved.last.load(x.dtype))
         outputs.append(saved.last)
     outputs.append(None if saved.layers[len(own) - 1] is None else own[-1].convolve(inputs[-1]))
-    inner = grad
+    inner, after = grad, None
     for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
         if type(z) is KeptMap:
             z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
         layer, stride = own[i], _WHOLE
+        if type(layer) is SplitLayer:
+            inner, gradients = layer.backward(source, z, after, saved.layers[i], inner, needs[i])
+            of_layers, after = [*gradients, *of_layers], None
+            inner = _relu_backward(inner, source, 0)
+            continue
         if i == 0 and members.shortcut is not None:
             layer, source, stride = _without_stride(layer, source)
         inner, gradients = layer_backward(layer, source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         of_layers = [gradients, *of_layers]
         if i > 0:
             inner = _relu_backward(inner, source, 0)
+            after = source if type(own[i - 1]) is SplitLayer else None
         del source, z
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
@@ -283,17 +298,14 @@ def _shortcut_backward(members, saved, x, grad, needs, needs_x):
     Returns:
         tuple: Gradient of the input with the stride of its positions, and the gradients of the parameters.
     """
-    layer, pool, own, stride = members.shortcut, members.pool, saved.layers[-1], _WHOLE
-    if pool is None:
+    layer, own, stride = members.shortcut, saved.layers[-1], _WHOLE
+    if members.pool is None:
         layer, pooled, stride = _without_stride(layer, x)
     else:
-        pooled = _pooled(pool, x)
+        pooled = pool(members.pool, x)
     z = None if own is None else layer.convolve(pooled)
     grad, gradients = layer_backward(layer, pooled, z, own, grad, needs, needs_x)
-    if pool is not None and needs_x:
-        options = [*pool.kernel_size], [*pool.stride], [0, 0], pool.ceil_mode, pool.count_include_pad, None
-        grad = aten.avg_pool2d_backward.default(grad, x, *options)
-    return (grad, stride), gradients
+    return (pool_backward(members.pool, x, grad) if needs_x else None, stride), gradients
 
 
 def _without_stride(layer, x):
@@ -347,12 +359,9 @@ def _keep_input(layer, z, r, saved):
     if saved is None:
         last = keep(r, storage, positive=True)
         return last if last.values is r else last._replace(activation=RELU)  # eight bits are read as below zero, too
-    scale, shift = affine_of_norm(layer.s, layer.t, saved.statistics, z.shape[1])
+    if type(layer) is SplitLayer:
+        scale, shift = layer.affine(saved)
+    else:
+        scale, shift = affine_of_norm(layer.s, layer.t, saved.statistics, z.shape[1])
     last = keep(z, storage, None if storage == 'native' else zero_of(scale, shift))
     return last._replace(scale=scale, shift=shift, activation=RELU)
-
-
-def _pooled(pool, x):
-    if pool is None:
-        return x
-    return F.avg_pool2d(x, pool.kernel_size, pool.stride, 0, pool.ceil_mode, pool.count_include_pad)

@@ -43,6 +43,7 @@ from .residual_block import (
     split_by_block,
 )
 from .residual_layer import PARAMETERS, layers_of_pass, parameter_gradients
+from .split_layer import SplitLayer
 
 __all__ = ['ChainSettings', 'residual_chain']
 
@@ -71,8 +72,9 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
     other layers by all convolutions but the last two. In a bottleneck the 3x3 convolution, which is most of the work,
     is not recomputed.
 
-    The input of the last convolution is recomputed too with ``form.minimal``, and in a block of two convolutions that
-    is a chain by itself, whose input is no larger. Then all convolutions but the last one of the chain are recomputed.
+    The input of the last convolution is recomputed too with ``form.minimal``, unless it is that of a split layer, and
+    in a block of two convolutions that is a chain by itself, whose input is no larger. Then all convolutions but the
+    last one of the chain are recomputed.
 
     Signs of recomputed ReLUs are saved, one bit for each element, see :mod:`.sign_bits`. No copy of a weight is saved:
     batch norms in evaluation mode are folded again, by three saved numbers for each channel. Blocks in front of the
@@ -128,7 +130,8 @@ class _Chain(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in needs].index(True)
         ctx.skipped, ctx.dtype = sum(map(len, needs[:first])), x.dtype
-        ctx.blocks, ctx.layers, ctx.needs = settings.blocks[first:], settings.layers[ctx.skipped :], needs[first:]
+        ctx.blocks, ctx.layers = settings.blocks[first:], settings.layers[ctx.skipped :]
+        ctx.needs = [block.split_middle(own) for block, own in zip(ctx.blocks, needs[first:], strict=True)]
         with no_autocast(x):
             if first:
                 before = [*zip(settings.layers, tensors[: ctx.skipped], strict=False)]
@@ -177,7 +180,8 @@ def _run(members, x):
         x = given
     saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
     for n, own in enumerate(members):
-        x, last, numbers, layers = run_block(own, x, saves_last)
+        # A split layer is not recomputed in any form: its output is smaller than the block's input.
+        x, last, numbers, layers = run_block(own, x, saves_last or type(own.layers[1]) is SplitLayer)
         output = None if signs is None or n + 1 == len(members) else signs.add(x, 'output')
         saved.append(KeptBlock(last, numbers, output, layers))
     return x, source, tuple(saved)
