@@ -177,14 +177,31 @@ def foreign_classes(kind: type) -> tuple[type, ...]:
     return kind, *derived
 
 
+def _is_derived_by_torch(kind):
+    """Return whether all that a derived class adds is of torch, whose FSDP and parametrizations leave forward alone."""
+    if sum(not base.__module__.startswith('torch.distributed.') for base in kind.__bases__) != 1:
+        return False
+    for name, value in vars(kind).items():
+        function = value.fget if isinstance(value, property) else value
+        known = f'{function.__module__}.'.startswith('torch.') if callable(function) else name.startswith('__')
+        if not known and name != '_abc_impl':  # of every class whose metaclass is ABCMeta
+            return False
+    return True
+
+
 @functools.cache
 def stock_class(kind: type) -> type:
-    """Return a class without this package's mixins and without classes that were derived later, for example by FSDP.
+    """Return a class without this package's mixins and without classes that torch derived later, for example by FSDP.
+
+    A class that somebody else derived later is returned itself, because it may have another forward pass.
 
     Args:
         kind (type): The class of a module.
     """
-    kind = foreign_classes(kind)[0]
+    kind, *derived = foreign_classes(kind)
+    for outer in derived:
+        if not _is_derived_by_torch(outer):
+            return outer
     if FSDPModule is not None and FSDPModule in kind.__bases__:
         return stock_class(kind.__bases__[1])
     return kind

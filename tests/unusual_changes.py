@@ -83,6 +83,19 @@ def as_class(name, kind):
     return change
 
 
+class _Doubled:
+    """Front of a class that somebody derives from that of a module, whatever this was changed to."""
+
+    def forward(self, *args):
+        CALLS.append('derived')
+        return 2 * super().forward(*args)
+
+
+def derive_class(module):
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_Doubled, kind), {'__module__': __name__})
+
+
 def circular(conv):
     conv.padding_mode = 'circular'
     conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
@@ -289,6 +302,17 @@ BEFORE = {
     'subclass with another helper': ('ConvNeXt', as_class('stages.1.0', BlockWithOtherHelper), 'stages.1.0'),
     'subclass of a Swin block': ('Swin', as_class(BLOCK, DoubledSwinBlock), BLOCK),
     'subclass with another property': ('ResNet', as_class('layer1.1', PaddedBottleneck), 'layer1.1'),
+    'class derived from that of a bottleneck': ('ResNet', apply_to('layer1.1', derive_class), 'layer1.1'),
+    'class derived from that of a stage': ('ResNet', apply_to('layer2', derive_class), ''),
+    'class derived from that of a convolution': ('ResNet', apply_to('layer2.1.conv2', derive_class), 'layer2.1.conv2'),
+    'class derived from that of a CSP block': ('CSP layer', apply_to('1.blocks.0', derive_class), '1.blocks.0'),
+    'class derived from that of a CSP layer': ('CSP layer', apply_to('1', derive_class), '1'),
+    'class derived from that of a ConvNeXt block': ('ConvNeXt', apply_to('stages.1.0', derive_class), 'stages.1.0'),
+    'class derived from that of a linear layer': (
+        'ViT',
+        apply_to('blocks.0.attn.proj', derive_class),
+        'blocks.0.attn.proj',
+    ),
     'deep stem and a layer more': ('deep stem', lambda model: None, ''),
     'norm without affine part': (
         'Swin',

@@ -65,13 +65,16 @@ def _ends_apart(block):
     """Return whether the last activation is no part of an operation, so that modules are called in the block's order.
 
     An operation that adds the output of the shortcut needs it first, while the block calls its last norm first. The
-    order decides what running statistics a norm has that is on both paths, and plugins stand in between.
+    order decides what running statistics a norm has that is on both paths, and which norms of two processes communicate
+    with each other (SyncBN), of which one may run the block's own code. Plugins stand in between.
     """
     if _has_plugins(block) and block.after_conv3_plugin_names:
         return True
     if block.downsample is None:
         return False
     past = {*block.downsample.modules()}
+    if any(isinstance(m, nn.SyncBatchNorm) for m in past):
+        return True
     return any(m in past for child in block.children() if child is not block.downsample for m in child.modules())
 
 

@@ -259,7 +259,10 @@ def block_backward(
     Returns:
         tuple[Tensor | None, list]: Gradient of the input, and what :func:`layer_backward` finds for each layer.
     """
-    own, of_layers = members.layers, []
+    own, of_layers, of_shortcut = members.layers, [], None
+    if members.shortcut is not None and members.shortcut.s.process_group is not None:
+        # Processes communicate in the order in which autograd would: another one may run the block's own code.
+        of_shortcut = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
     inputs, outputs = rerun_inside(members, saved, x, inside)
     del inside
     inputs.insert(0, x)
@@ -288,7 +291,7 @@ def block_backward(
         del source, z
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
-    through, gradients = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
+    through, gradients = of_shortcut or _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
     return _add_where_read(x, (inner, stride), through) if needs_x else None, [*of_layers, gradients]
 
 
