@@ -56,17 +56,6 @@ class BlockSettings(NamedTuple):
     pool: AveragePool | None = None
     split: SplitSettings | None = None
 
-    def split_middle(self, values: Sequence) -> list:
-        """Put what belongs to the convolutions of a split layer into one list.
-
-        Args:
-            values (Sequence): Values of all convolutions, that of the shortcut at the end.
-        """
-        if self.split is None:
-            return values
-        stop = self.number - 1
-        return [values[0], values[1:stop], *values[stop:]]
-
 
 class KeptBlock(NamedTuple):
     """Tensors that a block saves for the backward pass.
@@ -148,9 +137,10 @@ def layers_of_blocks(
     """
     members = []
     for block, own in zip(blocks, split_by_block(blocks, layers), strict=True):
-        layers_of_block = block.split_middle(own[: block.number])
+        layers_of_block = own[: block.number]
         if block.split is not None:
-            layers_of_block[1] = SplitLayer(layers_of_block[1], block.split)
+            first, middle, last = block.split.gather(layers_of_block)
+            layers_of_block = first, SplitLayer(middle, block.split), last
         members.append(BlockLayers(layers_of_block, own[-1] if block.projects else None, block.pool, signs))
     return members
 
@@ -263,6 +253,8 @@ def block_backward(
     if members.shortcut is not None and members.shortcut.s.process_group is not None:
         # Processes communicate in the order in which autograd would: another one may run the block's own code.
         of_shortcut = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
+    if type(own[1]) is SplitLayer:
+        needs = own[1].settings.gather(needs)
     inputs, outputs = rerun_inside(members, saved, x, inside)
     del inside
     inputs.insert(0, x)

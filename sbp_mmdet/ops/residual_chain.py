@@ -130,8 +130,7 @@ class _Chain(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         first = 0 if ctx.needs_input_grad[2] else [any(map(any, block)) for block in needs].index(True)
         ctx.skipped, ctx.dtype = sum(map(len, needs[:first])), x.dtype
-        ctx.blocks, ctx.layers = settings.blocks[first:], settings.layers[ctx.skipped :]
-        ctx.needs = [block.split_middle(own) for block, own in zip(ctx.blocks, needs[first:], strict=True)]
+        ctx.blocks, ctx.layers, ctx.needs = settings.blocks[first:], settings.layers[ctx.skipped :], needs[first:]
         with no_autocast(x):
             if first:
                 before = [*zip(settings.layers, tensors[: ctx.skipped], strict=False)]

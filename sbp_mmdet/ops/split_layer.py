@@ -37,6 +37,14 @@ class SplitSettings(NamedTuple):
     adds: bool
     pool: AveragePool | None = None
 
+    def gather(self, values: Sequence) -> list:
+        """Put the values of the split layer's convolutions into one list.
+
+        Args:
+            values (Sequence): Values of all convolutions of a block, of which the split layer's begin with the second.
+        """
+        return [values[0], values[1 : self.number + 1], *values[self.number + 1 :]]
+
 
 class SplitLayer(NamedTuple):
     """Convolutions of a split layer in one forward or backward pass.
