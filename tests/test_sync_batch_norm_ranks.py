@@ -17,6 +17,7 @@ from torch import nn
 from sbp_mmdet import apply_lean
 from sbp_mmdet.verify import checks
 
+VERIFIES = True
 TRAINED = ['ResNet-18, training', 'ResNetV1d-50', 'ResNeXt-50', 'Res2Net', 'HRNet']
 
 
