@@ -15,7 +15,9 @@ from mmengine.model import convert_sync_batchnorm
 from torch import nn
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.verify import checks
 
+VERIFIES = True
 TRAINED = ['ResNet-18, training', 'ResNetV1d-50', 'ResNeXt-50', 'Res2Net', 'HRNet']
 
 
@@ -62,3 +64,21 @@ def test_a_rank_without_images(name, preset):
 @pytest.mark.parametrize('name', TRAINED)
 def test_a_rank_with_hooks(name):
     run_ranks(compare_ranks, name, 'exact', 3, hook_activations, seconds=60)
+
+
+def verify_with_hooks_in_one_rank():
+    dist.init_process_group('gloo')
+    model, lengths = build_module(BACKBONES['ResNet-18, training'][0]), []
+    if dist.get_rank() == 1:
+        hook_activations(model)
+    changed = len(apply_lean(model).changed)
+    checks.all_reduce = lambda flags, op: lengths.append(len(flags))  # gloo does not always notice other lengths
+    compute_loss(model(torch.randn(2, 3, 64, 64, dtype=torch.float64))).backward()
+    numbers = [None, None]
+    dist.all_gather_object(numbers, (changed, lengths))
+    assert numbers[0][0] != numbers[1][0] and numbers[0][1] == numbers[1][1], numbers
+    dist.destroy_process_group()
+
+
+def test_verification_where_the_ranks_changed_different_modules():
+    run_ranks(verify_with_hooks_in_one_rank, seconds=60)
