@@ -118,22 +118,6 @@ def test_one_gradient_of_a_strided_block_has_the_size_of_its_input(style):
     assert peak_bytes(lambda: stage(x).sum().backward()) < 2 * x.nbytes
 
 
-@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
-def test_standardised_weights_with_fixed_norms(preset):
-    lean, plain = build_lean_and_plain(options=dict(conv_cfg=WS), blocks=2, preset=preset)
-    assert_plain(lean, plain)
-
-
-@pytest.mark.parametrize('norm', [BN, GN])
-def test_no_copy_of_a_standardised_weight_is_stored(norm):
-    """Layers with standardised weights store what those without store."""
-    given = [dict(norm_cfg=norm), dict(norm_cfg=norm, conv_cfg=WS)]
-    models = [build_lean_and_plain(options=options, blocks=3)[0].float() for options in given]
-    x = random_map((8, 8)).float()
-    plain, standardised = (count_model_bytes(model, x) for model in models)
-    assert standardised == plain
-
-
 @pytest.mark.parametrize(('preset', 'block', 'blocks'), [
     *itertools.product(['exact'], [resnet.Bottleneck], [2, 3, 6, 7]),
     *itertools.product(['exact'], [resnet.BasicBlock], [1, 2, 7]),
