@@ -163,8 +163,12 @@ def _check_divisor(pool):
 def _check_groups_of_res2net(block):
     if wrong := _check_no_plugins(block):
         return wrong
-    known = block.stage_type in ('normal', 'stage') and len(block.convs) == len(block.bns) == block.scales - 1
-    return None if known else f'its stage_type is {block.stage_type!r}, or it has not a convolution for each group'
+    if block.stage_type not in ('normal', 'stage'):
+        return f"its stage_type is {block.stage_type!r}, and not 'normal' or 'stage'"
+    widths = {width for conv in block.convs for width in (conv.in_channels, conv.out_channels)}
+    sizes = len(block.convs), len(block.bns), widths, block.conv1.out_channels
+    number, width = block.scales - 1, block.width
+    return None if sizes == (number, number, {width}, width + number * width) else 'its groups of channels differ'
 
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.

@@ -65,8 +65,8 @@ class KeptBlock(NamedTuple):
         signs (list[int]): For each ReLU inside of the block whose output is recomputed, its number for
             :meth:`.SignReader.relu_`.
         output (int | None): The same number for the last ReLU. ``None`` for the last block, whose output is saved.
-        layers (tuple[KeptLayer | tuple[KeptLayer, ...] | None, ...]): Statistics of each layer, those of the shortcut
-            last; of a split layer a tuple.
+        layers (tuple[KeptLayer | tuple[KeptLayer | None, ...] | None, ...]): Statistics of each layer, those of the
+            shortcut last; of a split layer a tuple.
     """
 
     last: KeptMap | None

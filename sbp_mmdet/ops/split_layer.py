@@ -62,15 +62,16 @@ class SplitLayer(NamedTuple):
         """Settings of the first convolution, whose form and precision are those of all."""
         return self.layers[0].s
 
-    def run(self, h: Tensor) -> tuple[Tensor, Tensor, tuple[KeptLayer, ...] | None]:
+    def run(self, h: Tensor) -> tuple[Tensor, Tensor, tuple[KeptLayer | None, ...] | None]:
         """Run the layer.
 
         Args:
             h (Tensor): Input, shape (N, C, H, W).
 
         Returns:
-            tuple[Tensor, Tensor, tuple[KeptLayer, ...] | None]: Outputs of the convolutions and of the last group,
-            concatenated; r; and what each convolution needs to run again, or ``None`` if nothing.
+            tuple[Tensor, Tensor, tuple[KeptLayer | None, ...] | None]: Outputs of the convolutions (those with a fixed
+            norm after norm and ReLU) and of the last group, concatenated; r; and what each convolution needs to run
+            again, or ``None`` if all norms are fixed.
         """
         *groups, last = self._split(h)
         last, convolved, outputs, saved = pool(self.settings.pool, last), [], [], []
@@ -80,29 +81,33 @@ class SplitLayer(NamedTuple):
             outputs.append(torch.relu_(u if u.dtype is z.dtype else u.to(z.dtype)))
             saved.append(own)
         r = torch.cat([*outputs, last], 1)
-        if saved[0] is None:
+        if not any(saved):
             return r, r, None
         return torch.cat([*convolved, last], 1), r, tuple(saved)
 
-    def affine(self, saved: tuple[KeptLayer, ...]) -> tuple[Tensor, Tensor]:
+    def affine(self, saved: tuple[KeptLayer | None, ...]) -> tuple[Tensor, Tensor]:
         """Return :func:`.affine_of_norm` of all channels of the first result of :meth:`run`.
 
         Args:
-            saved (tuple[KeptLayer, ...]): Third result of :meth:`run`.
+            saved (tuple[KeptLayer | None, ...]): Third result of :meth:`run`.
         """
-        width = self.layers[0].t.weight.shape[0]
-        own = [
-            affine_of_norm(one.s, one.t, kept.statistics, width) for one, kept in zip(self.layers, saved, strict=True)
-        ]
-        scales, shifts = zip(*own, strict=True)
-        return torch.cat([*scales, torch.ones_like(scales[0])], 1), torch.cat([*shifts, torch.zeros_like(shifts[0])], 1)
+        width, affines = self.layers[0].t.weight.shape[0], []
+        for layer, kept in zip(self.layers, saved, strict=True):
+            affines.append(kept and affine_of_norm(layer.s, layer.t, kept.statistics, width))
+        scale, shift = next(filter(None, affines))
+        identity = torch.ones_like(scale), torch.zeros_like(shift)  # of fixed norms, and of the last group
+        pairs = [affine or identity for affine in (*affines, None)]
+        images = max(scale.shape[0] for scale, _ in pairs)
+        return tuple(
+            torch.cat([x.expand(images, -1, -1, -1) for x in numbers], 1) for numbers in zip(*pairs, strict=True)
+        )
 
     def backward(
         self,
         h: Tensor,
         z: Tensor | None,
         r: Tensor,
-        saved: tuple[KeptLayer, ...] | None,
+        saved: tuple[KeptLayer | None, ...] | None,
         grad: Tensor,
         needs: Sequence[Sequence[bool]],
     ) -> tuple[Tensor, list[FixedGradients | dict]]:
@@ -110,9 +115,9 @@ class SplitLayer(NamedTuple):
 
         Args:
             h (Tensor): Input.
-            z (Tensor | None): First result of :meth:`run`, if the norms have statistics of the map.
+            z (Tensor | None): First result of :meth:`run`. If ``None``, all norms are fixed.
             r (Tensor): Output.
-            saved (tuple[KeptLayer, ...] | None): Third result of :meth:`run`.
+            saved (tuple[KeptLayer | None, ...] | None): Third result of :meth:`run`.
             grad (Tensor): Gradient of the output where it is positive, and zero elsewhere.
             needs (Sequence[Sequence[bool]]): For each convolution, which parameters need gradients.
 
@@ -126,8 +131,8 @@ class SplitLayer(NamedTuple):
         of_groups, found, after = [], [], None
         for i in reversed(range(len(groups))):
             own = grads[i] if after is None else aten.threshold_backward.default(after, outputs[i], 0).add_(grads[i])
-            x, kept = self._input(i, groups[i], outputs), None if saved is None else saved[i]
-            of_input, gradients = layer_backward(self.layers[i], x, convolved[i], kept, own, needs[i], True)
+            x, kept = self._input(i, groups[i], outputs), saved and saved[i]
+            of_input, gradients = layer_backward(self.layers[i], x, kept and convolved[i], kept, own, needs[i], True)
             of_groups, found = [of_input, *of_groups], [gradients, *found]
             after = of_input if self.settings.adds else None
         of_last = pool_backward(self.settings.pool, last.contiguous(), of_last.contiguous())
