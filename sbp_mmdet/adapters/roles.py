@@ -165,10 +165,12 @@ def _check_groups_of_res2net(block):
         return wrong
     if block.stage_type not in ('normal', 'stage'):
         return f"its stage_type is {block.stage_type!r}, and not 'normal' or 'stage'"
-    widths = {width for conv in block.convs for width in (conv.in_channels, conv.out_channels)}
-    sizes = len(block.convs), len(block.bns), widths, block.conv1.out_channels
-    number, width = block.scales - 1, block.width
-    return None if sizes == (number, number, {width}, width + number * width) else 'its groups of channels differ'
+    # Convolutions that are not known, such as wrappers without these attributes, are named by their own role.
+    widths = {getattr(conv, side, block.width) for conv in block.convs for side in ('in_channels', 'out_channels')}
+    total = getattr(block.conv1, 'out_channels', block.width * block.scales)
+    alike = widths == {block.width} and total == block.width * block.scales
+    number = block.scales - 1
+    return None if alike and len(block.convs) == len(block.bns) == number else 'its groups of channels differ'
 
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
