@@ -163,8 +163,12 @@ def _check_divisor(pool):
 def _check_groups_of_res2net(block):
     if wrong := _check_no_plugins(block):
         return wrong
-    known = block.stage_type in ('normal', 'stage') and len(block.convs) == len(block.bns) == block.scales - 1
-    return None if known else f'its stage_type is {block.stage_type!r}, or it has not a convolution for each group'
+    if block.stage_type not in ('normal', 'stage'):
+        return f'its stage_type is {block.stage_type!r}'
+    if not len(block.convs) == len(block.bns) == block.scales - 1:
+        return 'it has not one convolution and one norm for each group of channels but the last'
+    divided = getattr(block.conv1, 'out_channels', None) == block.scales * block.width
+    return None if divided else f'its groups of {block.width} channels are not all channels of its first convolution'
 
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.

@@ -62,15 +62,16 @@ class SplitLayer(NamedTuple):
         """Settings of the first convolution, whose form and precision are those of all."""
         return self.layers[0].s
 
-    def run(self, h: Tensor) -> tuple[Tensor, Tensor, tuple[KeptLayer, ...] | None]:
+    def run(self, h: Tensor) -> tuple[Tensor, Tensor, tuple[KeptLayer | None, ...] | None]:
         """Run the layer.
 
         Args:
             h (Tensor): Input, shape (N, C, H, W).
 
         Returns:
-            tuple[Tensor, Tensor, tuple[KeptLayer, ...] | None]: Outputs of the convolutions and of the last group,
-            concatenated; r; and what each convolution needs to run again, or ``None`` if nothing.
+            tuple[Tensor, Tensor, tuple[KeptLayer | None, ...] | None]: Outputs of the convolutions and of the last
+            group, concatenated, with r where a norm has no statistics of the map; r; and what each convolution needs
+            to run again, or ``None`` if no norm has such statistics.
         """
         *groups, last = self._split(h)
         last, convolved, outputs, saved = pool(self.settings.pool, last), [], [], []
@@ -80,29 +81,33 @@ class SplitLayer(NamedTuple):
             outputs.append(torch.relu_(u if u.dtype is z.dtype else u.to(z.dtype)))
             saved.append(own)
         r = torch.cat([*outputs, last], 1)
-        if saved[0] is None:
+        if not any(saved):
             return r, r, None
         return torch.cat([*convolved, last], 1), r, tuple(saved)
 
-    def affine(self, saved: tuple[KeptLayer, ...]) -> tuple[Tensor, Tensor]:
-        """Return :func:`.affine_of_norm` of all channels of the first result of :meth:`run`.
+    def affine(self, saved: tuple[KeptLayer | None, ...]) -> tuple[Tensor, Tensor]:
+        """Return :func:`.affine_of_norm` of all channels of the first result of :meth:`run`: 1 and 0 where that is r.
 
         Args:
-            saved (tuple[KeptLayer, ...]): Third result of :meth:`run`.
+            saved (tuple[KeptLayer | None, ...]): Third result of :meth:`run`.
         """
-        width = self.layers[0].t.weight.shape[0]
-        own = [
-            affine_of_norm(one.s, one.t, kept.statistics, width) for one, kept in zip(self.layers, saved, strict=True)
-        ]
-        scales, shifts = zip(*own, strict=True)
-        return torch.cat([*scales, torch.ones_like(scales[0])], 1), torch.cat([*shifts, torch.zeros_like(shifts[0])], 1)
+        width, numbers = self.layers[0].t.weight.shape[0], []
+        for layer, own in zip(self.layers, saved, strict=True):
+            numbers.append(None if own is None else affine_of_norm(layer.s, layer.t, own.statistics, width))
+        one = torch.ones_like(next(filter(None, numbers))[0])
+        numbers = [own or (one, torch.zeros_like(one)) for own in (*numbers, None)]
+        images = max(len(scale) for scale, _ in numbers)  # numbers of a group norm differ between images
+        scales, shifts = zip(*numbers, strict=True)
+        return tuple(
+            torch.cat([x if len(x) == images else x.expand(images, -1, 1, 1) for x in of], 1) for of in (scales, shifts)
+        )
 
     def backward(
         self,
         h: Tensor,
         z: Tensor | None,
         r: Tensor,
-        saved: tuple[KeptLayer, ...] | None,
+        saved: tuple[KeptLayer | None, ...] | None,
         grad: Tensor,
         needs: Sequence[Sequence[bool]],
     ) -> tuple[Tensor, list[FixedGradients | dict]]:
@@ -110,9 +115,9 @@ class SplitLayer(NamedTuple):
 
         Args:
             h (Tensor): Input.
-            z (Tensor | None): First result of :meth:`run`, if the norms have statistics of the map.
+            z (Tensor | None): First result of :meth:`run`. Only needed if ``saved`` is not ``None``.
             r (Tensor): Output.
-            saved (tuple[KeptLayer, ...] | None): Third result of :meth:`run`.
+            saved (tuple[KeptLayer | None, ...] | None): Third result of :meth:`run`.
             grad (Tensor): Gradient of the output where it is positive, and zero elsewhere.
             needs (Sequence[Sequence[bool]]): For each convolution, which parameters need gradients.
 
