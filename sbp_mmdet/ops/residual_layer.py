@@ -82,12 +82,10 @@ def layers_of_pass(
     if backward and dtype is torch.float16 and norms.numbers:
         parts = norms.parts_in_half()
     if not backward and dtype is not pairs[0][1].weight.dtype:
-        # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
-        weights = cast_all([t.weight for _, t in pairs], dtype)
-        pairs = [
-            (s, t if s.standardise is not None else t._replace(weight=weight))
-            for (s, t), weight in zip(pairs, weights, strict=True)
-        ]
+        # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used,
+        # and a weight to be standardised is cast after that.
+        weights = iter(cast_all([t.weight for s, t in pairs if s.standardise is None], dtype))
+        pairs = [(s, t._replace(weight=next(weights)) if s.standardise is None else t) for s, t in pairs]
     return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
 
 
