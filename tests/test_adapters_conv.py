@@ -47,6 +47,12 @@ def conv_module(**options):
     return ConvModule(8, 8, 3, **dict(padding=1, norm_cfg=dict(type='BN'), act_cfg=dict(type='ReLU')) | options)
 
 
+def trained_eps():
+    layer = conv_module(conv_cfg=dict(type='ConvWS'))
+    layer.conv.eps = nn.Parameter(torch.tensor(0.1))
+    return layer
+
+
 class Gelu(nn.Module):
     """An activation that the package does not know."""
 
@@ -92,6 +98,7 @@ MODULES = {
     'spectral norm': (lambda: conv_module(with_spectral_norm=True), 'conv: it has hooks'),
     'ConvWS': (lambda: conv_module(conv_cfg=dict(type='ConvWS')), ''),
     'ConvWS, group norm': (lambda: conv_module(conv_cfg=dict(type='ConvWS'), norm_cfg=GN), ''),
+    'ConvWS, trained eps': (trained_eps, 'conv: its eps is a Parameter'),
     'ConvAWS': (lambda: conv_module(conv_cfg=dict(type='ConvAWS')), ''),
     'same': (lambda: conv_module(conv_cfg=dict(type='Conv2dAdaptivePadding'), dilation=(2, 1)), ''),
     'same, strided': (lambda: conv_module(conv_cfg=dict(type='Conv2dAdaptivePadding'), stride=(1, 2)), ''),

@@ -149,7 +149,7 @@ class LeanBottle2neck(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        middle = zip(self.convs, self.bns, strict=True)
+        middle = zip(self.convs, self.bns, strict=False)  # if there are more than groups, the rest is not called
         layers = _ends(self) | {
             f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(middle)
         }
@@ -164,14 +164,15 @@ class LeanBottle2neck(_Convolutional):
 
     def middle(self, x: Tensor) -> Tensor:
         """Run the convolutions of the groups of channels on (N, C, H, W)."""
-        *parts, last = torch.split(x, self.width, 1)
-        outs = []
-        for i, part in enumerate(parts):
-            if outs and self.stage_type == 'normal':
-                part = part + outs[-1]
-            outs.append(self.layer(f'convs.{i}', part.contiguous()))
-        pooled = self.stage_type == 'stage' and self.conv2_stride != 1
-        return torch.cat([*outs, self.pool(last) if pooled else last], 1)
+        groups, outs = torch.split(x, self.width, 1), []
+        for i in range(self.scales - 1):
+            added = outs and self.stage_type != 'stage'
+            outs.append(self.layer(f'convs.{i}', (groups[i] + outs[-1] if added else groups[i]).contiguous()))
+        if self.stage_type == 'normal' or self.conv2_stride == 1:
+            outs.append(groups[self.scales - 1])
+        elif self.stage_type == 'stage':
+            outs.append(self.pool(groups[self.scales - 1]))
+        return torch.cat(outs, 1)
 
 
 @adapter(resnest.Bottleneck)

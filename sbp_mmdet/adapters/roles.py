@@ -43,6 +43,12 @@ def _check_zero_padding(conv):
     return f'its padding is {conv.padding!r}, and numbers are needed' if isinstance(conv.padding, str) else None
 
 
+def _check_standardised(conv):
+    # A tensor may be trained or changed, and operations read a number.
+    eps = f'its eps is a {type(conv.eps).__name__}, not a number' if isinstance(conv.eps, torch.Tensor) else None
+    return _check_zero_padding(conv) or eps
+
+
 def _check_no_other_padding(conv):
     return None if conv.padding in (0, (0, 0)) else f'its padding is {conv.padding!r}, beside that by the input'
 
@@ -164,18 +170,20 @@ def _check_groups_of_res2net(block):
     if wrong := _check_no_plugins(block):
         return wrong
     if block.stage_type not in ('normal', 'stage'):
-        return f"its stage_type is {block.stage_type!r}, and not 'normal' or 'stage'"
+        return f'its stage_type is {block.stage_type!r}'
+    if not len(block.convs) == len(block.bns) == block.scales - 1:
+        return 'it has not one convolution and one norm for each group of channels but the last'
     # Convolutions that are not known, such as wrappers without these attributes, are named by their own role.
     widths = {getattr(conv, side, block.width) for conv in block.convs for side in ('in_channels', 'out_channels')}
     total = getattr(block.conv1, 'out_channels', block.width * block.scales)
     alike = widths == {block.width} and total == block.width * block.scales
-    number = block.scales - 1
-    return None if alike and len(block.convs) == len(block.bns) == number else 'its groups of channels differ'
+    return None if alike else f'its groups of channels are not {block.scales} of {block.width} channels'
 
 
 # Role of a module in an operation -> classes that are known in this role -> check of their settings.
 ROLES: dict[str, dict[type | str, Check]] = {
-    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d, ConvAWS2d), _check_zero_padding)
+    'convolution': dict.fromkeys((*_CONVOLUTIONS, ConvAWS2d), _check_zero_padding)
+    | {ConvWS2d: _check_standardised}
     | dict.fromkeys((Conv2dAdaptivePadding, EFFICIENTDETS_CONVOLUTION), _check_no_other_padding),
     'norm of a map': dict.fromkeys(_NORMS, any_setting),
     'convolution that keeps the size': dict.fromkeys(_CONVOLUTIONS, _check_same_size),
@@ -184,7 +192,7 @@ ROLES: dict[str, dict[type | str, Check]] = {
     'convolution and norm': {ConvModule: _check_convolution_and_norm},
     'residual block': dict.fromkeys((BasicBlock, Bottleneck, resnext.Bottleneck), _check_no_plugins)
     | {Bottle2neck: _check_groups_of_res2net},
-    'convolution of a chain': dict.fromkeys((*_CONVOLUTIONS, ConvWS2d), _check_zero_padding),
+    'convolution of a chain': dict.fromkeys(_CONVOLUTIONS, _check_zero_padding) | {ConvWS2d: _check_standardised},
     'norm of a chain': dict.fromkeys(_NORMS, _check_all_tensors),
     'shortcut of a chain': {nn.Sequential: _check_pool_and_layer},
     'average pool': {nn.AvgPool2d: _check_divisor},

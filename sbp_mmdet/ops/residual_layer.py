@@ -84,11 +84,11 @@ def layers_of_pass(
     if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
-        pairs = [
+        pairs = [  # a weight is standardised before it is cast
             (s, t if s.standardise is not None else t._replace(weight=weight))
             for (s, t), weight in zip(pairs, weights, strict=True)
         ]
-    return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
+    return [Layer(s, t, norms, i, parts[i] if i in parts else None) for i, (s, t) in enumerate(pairs)]
 
 
 def run_layer(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | None]:

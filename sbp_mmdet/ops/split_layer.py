@@ -69,9 +69,9 @@ class SplitLayer(NamedTuple):
             h (Tensor): Input, shape (N, C, H, W).
 
         Returns:
-            tuple[Tensor, Tensor, tuple[KeptLayer | None, ...] | None]: Outputs of the convolutions (those with a fixed
-            norm after norm and ReLU) and of the last group, concatenated; r; and what each convolution needs to run
-            again, or ``None`` if all norms are fixed.
+            tuple[Tensor, Tensor, tuple[KeptLayer | None, ...] | None]: Outputs of the convolutions and of the last
+            group, concatenated, with r where a norm has no statistics of the map; r; and what each convolution needs
+            to run again, or ``None`` if no norm has such statistics.
         """
         *groups, last = self._split(h)
         last, convolved, outputs, saved = pool(self.settings.pool, last), [], [], []
@@ -86,20 +86,20 @@ class SplitLayer(NamedTuple):
         return torch.cat([*convolved, last], 1), r, tuple(saved)
 
     def affine(self, saved: tuple[KeptLayer | None, ...]) -> tuple[Tensor, Tensor]:
-        """Return :func:`.affine_of_norm` of all channels of the first result of :meth:`run`.
+        """Return :func:`.affine_of_norm` of all channels of the first result of :meth:`run`: 1 and 0 where that is r.
 
         Args:
             saved (tuple[KeptLayer | None, ...]): Third result of :meth:`run`.
         """
-        width, affines = self.layers[0].t.weight.shape[0], []
-        for layer, kept in zip(self.layers, saved, strict=True):
-            affines.append(kept and affine_of_norm(layer.s, layer.t, kept.statistics, width))
-        scale, shift = next(filter(None, affines))
-        identity = torch.ones_like(scale), torch.zeros_like(shift)  # of fixed norms, and of the last group
-        pairs = [affine or identity for affine in (*affines, None)]
-        images = max(scale.shape[0] for scale, _ in pairs)
+        width, numbers = self.layers[0].t.weight.shape[0], []
+        for layer, own in zip(self.layers, saved, strict=True):
+            numbers.append(None if own is None else affine_of_norm(layer.s, layer.t, own.statistics, width))
+        one = torch.ones_like(next(filter(None, numbers))[0])
+        numbers = [own or (one, torch.zeros_like(one)) for own in (*numbers, None)]
+        images = max(len(scale) for scale, _ in numbers)  # numbers of a group norm differ between images
+        scales, shifts = zip(*numbers, strict=True)
         return tuple(
-            torch.cat([x.expand(images, -1, -1, -1) for x in numbers], 1) for numbers in zip(*pairs, strict=True)
+            torch.cat([x if len(x) == images else x.expand(images, -1, 1, 1) for x in of], 1) for of in (scales, shifts)
         )
 
     def backward(
@@ -115,7 +115,7 @@ class SplitLayer(NamedTuple):
 
         Args:
             h (Tensor): Input.
-            z (Tensor | None): First result of :meth:`run`. If ``None``, all norms are fixed.
+            z (Tensor | None): First result of :meth:`run`. Only needed if ``saved`` is not ``None``.
             r (Tensor): Output.
             saved (tuple[KeptLayer | None, ...] | None): Third result of :meth:`run`.
             grad (Tensor): Gradient of the output where it is positive, and zero elsewhere.
@@ -131,8 +131,8 @@ class SplitLayer(NamedTuple):
         of_groups, found, after = [], [], None
         for i in reversed(range(len(groups))):
             own = grads[i] if after is None else aten.threshold_backward.default(after, outputs[i], 0).add_(grads[i])
-            x, kept = self._input(i, groups[i], outputs), saved and saved[i]
-            of_input, gradients = layer_backward(self.layers[i], x, kept and convolved[i], kept, own, needs[i], True)
+            x, kept = self._input(i, groups[i], outputs), None if saved is None else saved[i]
+            of_input, gradients = layer_backward(self.layers[i], x, convolved[i], kept, own, needs[i], True)
             of_groups, found = [of_input, *of_groups], [gradients, *found]
             after = of_input if self.settings.adds else None
         of_last = pool_backward(self.settings.pool, last.contiguous(), of_last.contiguous())
