@@ -86,7 +86,7 @@ def layers_of_pass(
         # and a weight to be standardised is cast after that.
         weights = iter(cast_all([t.weight for s, t in pairs if s.standardise is None], dtype))
         pairs = [(s, t._replace(weight=next(weights)) if s.standardise is None else t) for s, t in pairs]
-    return [Layer(s, t, norms, i, parts[i] if parts else None) for i, (s, t) in enumerate(pairs)]
+    return [Layer(s, t, norms, i, parts.get(i)) for i, (s, t) in enumerate(pairs)]
 
 
 def run_layer(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | None]:
