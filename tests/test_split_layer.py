@@ -84,3 +84,17 @@ def test_other_groups_than_those_of_a_split_layer(change, later):
         for model in (lean, plain):
             change(model[1])
     _compare(lean, plain)
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
+@pytest.mark.parametrize('fixed', ['bn1', 'bn3', 'bns.0', 'bns.2', 'downsample'])
+def test_norms_of_different_kinds_in_half_precision(preset, fixed):
+    """In fp16 the factors of norms in evaluation mode have two parts; other norms have none."""
+    plain = _build(norm_eval=False)
+    for name, norm in plain.named_modules():
+        norm.train(fixed not in name)
+    exact = compute_gradients(plain, random_map())[1]
+    models = make_lean_copy(plain, preset).half(), plain.half()
+    actual, half = (compute_gradients(m, random_map().half(), lambda x, m=m: m(x).float())[1] for m in models)
+    actual, half = (sum((g[name] - exact[name]).norm() / exact[name].norm() for name in exact) for g in (actual, half))
+    assert actual < 1.3 * half

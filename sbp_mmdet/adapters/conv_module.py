@@ -76,7 +76,9 @@ class ConvNorm:
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
         self.modules = conv, norm, act
         self._adapts = _pads_itself(conv)
-        self._standardises, self._rescales = (stock_class(type(conv)) is kind for kind in (ConvWS2d, ConvAWS2d))
+        self._standardises, self._standardises_adaptively = (
+            stock_class(type(conv)) is kind for kind in (ConvWS2d, ConvAWS2d)
+        )
         self._activation = act and stock_class(type(act)) not in (nn.LeakyReLU, nn.GELU) and activation_of(act)
         self._made_of = self._settings = None
 
@@ -113,7 +115,7 @@ class ConvNorm:
             made = ConvNormSettings(form, stride, padding, dilation, groups, **named)
             self._settings, self._made_of = made, made_of
         weight, bias = weight_and_bias(conv)
-        weight = conv._get_weight(weight) if self._rescales else weight
+        weight = conv._get_weight(weight) if self._standardises_adaptively else weight
         channels = weight.shape[0]
         for tensor in tensors:  # torch's kernels do not check the sizes, and would write to other memory
             if tensor is not None and tensor.shape[0] != channels:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.average_pool import AveragePool, pool, pool_backward
+from .common.average_pool import AveragePool, average_pool, average_pool_backward
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.layouts import memory_format
@@ -177,7 +177,7 @@ def run_block(
     if members.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, saved = run_layer(members.shortcut, pool(members.pool, x))
+        _, shortcut, saved = run_layer(members.shortcut, average_pool(members.pool, x))
         saved_layers.append(saved)
         out = out.add_(shortcut)
     return torch.relu_(out), last, signs, tuple(saved_layers)
@@ -221,7 +221,7 @@ def rerun_output(members: BlockLayers, saved: KeptBlock, x: Tensor, last: Tensor
     if members.shortcut is None:
         out.add_(x)
     else:
-        out.add_(rerun_layer(members.shortcut, pool(members.pool, x), saved.layers[-1])[1])
+        out.add_(rerun_layer(members.shortcut, average_pool(members.pool, x), saved.layers[-1])[1])
     return members.signs.relu_(saved.output, out)
 
 
@@ -262,15 +262,15 @@ def block_backward(
         inputs.append(saved.last.load(x.dtype))
         outputs.append(saved.last)
     outputs.append(None if saved.layers[len(own) - 1] is None else own[-1].convolve(inputs[-1]))
-    inner, after = grad, None
+    inner, split_output = grad, None
     for i in reversed(range(len(own))):
         source, z = inputs.pop(), outputs.pop()
         if type(z) is KeptMap:
             z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
         layer, stride = own[i], _WHOLE
         if type(layer) is SplitLayer:
-            inner, gradients = layer.backward(source, z, after, saved.layers[i], inner, needs[i])
-            of_layers, after = [*gradients, *of_layers], None
+            inner, gradients = layer.backward(source, z, split_output, saved.layers[i], inner, needs[i])
+            of_layers, split_output = [*gradients, *of_layers], None
             inner = _relu_backward(inner, source, 0)
             continue
         if i == 0 and members.shortcut is not None:
@@ -279,7 +279,7 @@ def block_backward(
         of_layers = [gradients, *of_layers]
         if i > 0:
             inner = _relu_backward(inner, source, 0)
-            after = source if type(own[i - 1]) is SplitLayer else None
+            split_output = source if type(own[i - 1]) is SplitLayer else None
         del source, z
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
@@ -297,10 +297,10 @@ def _shortcut_backward(members, saved, x, grad, needs, needs_x):
     if members.pool is None:
         layer, pooled, stride = _without_stride(layer, x)
     else:
-        pooled = pool(members.pool, x)
+        pooled = average_pool(members.pool, x)
     z = None if own is None else layer.convolve(pooled)
     grad, gradients = layer_backward(layer, pooled, z, own, grad, needs, needs_x)
-    return (pool_backward(members.pool, x, grad) if needs_x else None, stride), gradients
+    return (average_pool_backward(members.pool, x, grad) if needs_x else None, stride), gradients
 
 
 def _without_stride(layer, x):

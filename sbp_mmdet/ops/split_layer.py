@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common.average_pool import AveragePool, pool, pool_backward
+from .common.average_pool import AveragePool, average_pool, average_pool_backward
 from .common.fixed_norms import FixedGradients
 from .common.map_norms import affine_of_norm
 from .residual_layer import KeptLayer, Layer, layer_backward, run_layer
@@ -74,7 +74,7 @@ class SplitLayer(NamedTuple):
             to run again, or ``None`` if no norm has such statistics.
         """
         *groups, last = self._split(h)
-        last, convolved, outputs, saved = pool(self.settings.pool, last), [], [], []
+        last, convolved, outputs, saved = average_pool(self.settings.pool, last), [], [], []
         for i, (layer, group) in enumerate(zip(self.layers, groups, strict=True)):
             z, u, own = run_layer(layer, self._input(i, group, outputs))
             convolved.append(z)
@@ -135,7 +135,7 @@ class SplitLayer(NamedTuple):
             of_input, gradients = layer_backward(self.layers[i], x, convolved[i], kept, own, needs[i], True)
             of_groups, found = [of_input, *of_groups], [gradients, *found]
             after = of_input if self.settings.adds else None
-        of_last = pool_backward(self.settings.pool, last.contiguous(), of_last.contiguous())
+        of_last = average_pool_backward(self.settings.pool, last.contiguous(), of_last.contiguous())
         return torch.cat([*of_groups, of_last], 1), found
 
     def _split(self, x):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ['AveragePool', 'pool', 'pool_backward']
+__all__ = ['AveragePool', 'average_pool', 'average_pool_backward']
 
 
 class AveragePool(NamedTuple):
@@ -19,7 +19,7 @@ class AveragePool(NamedTuple):
     count_include_pad: bool
 
 
-def pool(settings: AveragePool | None, x: Tensor) -> Tensor:
+def average_pool(settings: AveragePool | None, x: Tensor) -> Tensor:
     """Return the average pooling of a map, or the map itself if there are no settings.
 
     Args:
@@ -29,8 +29,8 @@ def pool(settings: AveragePool | None, x: Tensor) -> Tensor:
     return x if settings is None else F.avg_pool2d(x, *settings)
 
 
-def pool_backward(settings: AveragePool | None, x: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the input of :func:`pool`.
+def average_pool_backward(settings: AveragePool | None, x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the input of :func:`average_pool`.
 
     Args:
         settings (AveragePool | None): Settings of the pooling.
