@@ -388,14 +388,3 @@ def test_a_block_outside_of_a_stage_is_a_chain_by_itself(norm_eval, preset):
     assert_plain(lean, plain)
     assert len(shapes) == 1  # the block is called, so a hook on it runs
     assert count_model_bytes(lean, random_map()) < 0.5 * count_model_bytes(plain, random_map())
-
-
-@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
-def test_norms_of_a_split_layer_in_different_modes(preset):
-    lean, plain = models = build_lean_and_plain(res2net.Bottle2neck, dict(scales=4), False, blocks=2, preset=preset)
-    for model in models:
-        model[0].bns[0].eval(), model[1].bns[1].eval()
-    actual, expected = (compute_gradients(model, random_map()) for model in models)
-    assert largest_difference(actual[1], expected[1]) < 1e-11
-    states = [[out, *model.buffers()] for (out, _), model in zip((actual, expected), models, strict=True)]
-    torch.testing.assert_close(*states, rtol=1e-11, atol=1e-11)
