@@ -76,9 +76,8 @@ class ConvNorm:
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
         self.modules = conv, norm, act
         self._adapts = _pads_itself(conv)
-        self._standardises, self._standardises_adaptively = (
-            stock_class(type(conv)) is kind for kind in (ConvWS2d, ConvAWS2d)
-        )
+        kind = stock_class(type(conv))
+        self._standardises, self._standardises_adaptively = kind is ConvWS2d, kind is ConvAWS2d
         self._activation = act and stock_class(type(act)) not in (nn.LeakyReLU, nn.GELU) and activation_of(act)
         self._made_of = self._settings = None
 

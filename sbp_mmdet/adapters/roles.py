@@ -172,7 +172,7 @@ def _check_groups_of_res2net(block):
     if block.stage_type not in ('normal', 'stage'):
         return f'its stage_type is {block.stage_type!r}'
     if not len(block.convs) == len(block.bns) == block.scales - 1:
-        return 'it has not one convolution and one norm for each group of channels but the last'
+        return 'it does not have one convolution and one norm for each group of channels but the last'
     # Convolutions that are not known, such as wrappers without these attributes, are named by their own role.
     widths = {getattr(conv, side, block.width) for conv in block.convs for side in ('in_channels', 'out_channels')}
     total = getattr(block.conv1, 'out_channels', block.width * block.scales)

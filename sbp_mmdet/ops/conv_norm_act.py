@@ -57,7 +57,8 @@ class ConvNormSettings:
             None.
         recompute (bool): Whether the convolution's output is recomputed for the norm, and not saved. Only without an
             activation. Default: False.
-        border (tuple[int, int, int, int]): Zeros on the left, right, upper and lower side. Default: (0, 0, 0, 0).
+        border (tuple[int, int, int, int]): Further zeros on the left, right, upper and lower side of the input, for
+            padding that differs between opposite sides. Default: (0, 0, 0, 0).
         standardise (float | None): Number added to the deviation in :mod:`.weight_standardisation`. If ``None``, the
             weight is not standardised. Default: None.
 
@@ -83,7 +84,7 @@ class ConvNormSettings:
 
     @functools.cached_property
     def without_stride(self) -> 'ConvNormSettings':
-        """The same settings with stride 1."""
+        """Return these settings with stride 1."""
         return dataclasses.replace(self, stride=(1, 1))
 
     def __post_init__(self):

@@ -41,7 +41,8 @@ def convolve(s, t, x, norms=None, number=0):
     """
     geometry = s.stride, s.padding, s.dilation, s.groups
     given = t.weight if s.standardise is None else standardise(t.weight, s.standardise)
-    # In half precision the fold would round the shift, and CUDA adds a bias in a pass of its own anyway.
+    # In half precision the fold would round the shift, which is the same at all positions, and CUDA adds a bias in a
+    # pass of its own anyway.
     if s.norm == 'fixed' and x.dtype in FULL and _is_no_larger(given, x, s.stride):
         return torch.conv2d(x, norms.fold(number, given, s.dtype), norms.shifts[number], *geometry)
     weight = given if given.dtype is s.dtype else given.to(s.dtype)
@@ -103,8 +104,6 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     dx, dweight, dbias = _convolution_backward(rows, x, weight, sizes, *geometry, which)
     if needs_bias and not sums:
         dbias = grad.sum((0, 2, 3), dtype=accumulator(grad))
-    if not fixed and needs.weight and s.standardise is not None:
-        dweight = standardise_backward(t.weight, s.standardise, dweight)
     if fixed:
         bias, products = dbias * norms.columns[number].view(-1) if needs.bias else None, None
         # In full precision the product waits for those of the other layers, unless it is needed for its sums alone.
@@ -113,8 +112,9 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
             (products,) = row_products([(dweight, given)])
         if not together:
             dweight, column = dweight * column if needs.weight else None, None
-        if needs.weight and s.standardise is not None:
-            dweight = standardise_backward(t.weight, s.standardise, dweight)
+    if needs.weight and s.standardise is not None:
+        dweight = standardise_backward(t.weight, s.standardise, dweight)
+    if fixed:
         return dx, FixedGradients(needs, number, given, dweight, products, column, bias, dbias, factor)
     gradients = dict(NO_GRADIENTS)
     if needs.weight:
