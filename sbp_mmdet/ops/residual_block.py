@@ -35,7 +35,7 @@ __all__ = [
 
 aten = torch.ops.aten
 _relu_backward = aten.threshold_backward.default
-_WHOLE = 1, 1  # stride of all positions of a map
+_NO_STRIDE = 1, 1  # of a gradient that has all positions of a map
 RELU = Activation('relu')
 
 
@@ -267,14 +267,14 @@ def block_backward(
         source, z = inputs.pop(), outputs.pop()
         if type(z) is KeptMap:
             z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
-        layer, stride = own[i], _WHOLE
+        layer, stride = own[i], _NO_STRIDE
         if type(layer) is SplitLayer:
             inner, gradients = layer.backward(source, z, split_output, saved.layers[i], inner, needs[i])
             of_layers, split_output = [*gradients, *of_layers], None
             inner = _relu_backward(inner, source, 0)
             continue
         if i == 0 and members.shortcut is not None:
-            layer, source, stride = _without_stride(layer, source)
+            layer, source, stride = _subsample_input(layer, source)
         inner, gradients = layer_backward(layer, source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         of_layers = [gradients, *of_layers]
         if i > 0:
@@ -284,7 +284,7 @@ def block_backward(
     if members.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
     through, gradients = of_shortcut or _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
-    return _add_where_read(x, (inner, stride), through) if needs_x else None, [*of_layers, gradients]
+    return _add_subsampled(x, (inner, stride), through) if needs_x else None, [*of_layers, gradients]
 
 
 def _shortcut_backward(members, saved, x, grad, needs, needs_x):
@@ -293,9 +293,9 @@ def _shortcut_backward(members, saved, x, grad, needs, needs_x):
     Returns:
         tuple: Gradient of the input with the stride of its positions, and the gradients of the parameters.
     """
-    layer, own, stride = members.shortcut, saved.layers[-1], _WHOLE
+    layer, own, stride = members.shortcut, saved.layers[-1], _NO_STRIDE
     if members.pool is None:
-        layer, pooled, stride = _without_stride(layer, x)
+        layer, pooled, stride = _subsample_input(layer, x)
     else:
         pooled = average_pool(members.pool, x)
     z = None if own is None else layer.convolve(pooled)
@@ -303,29 +303,29 @@ def _shortcut_backward(members, saved, x, grad, needs, needs_x):
     return (average_pool_backward(members.pool, x, grad) if needs_x else None, stride), gradients
 
 
-def _without_stride(layer, x):
-    """Take the stride from a 1x1 convolution and give it only those positions of its input that it reads.
+def _subsample_input(layer, x):
+    """Replace a strided 1x1 convolution by one without stride, whose input is the positions that the strided one reads.
 
-    So the gradient of its input is a small map, not a whole one that is zero at all other positions.
+    The gradient of this input is a small map. That of the whole input would be zero at all other positions.
 
     Returns:
         tuple[Layer, Tensor, tuple[int, int]]: Layer and input, which are unchanged for any other layer, and the stride
         of the positions.
     """
     s = layer.s
-    if s.stride == _WHOLE or s.padding != (0, 0) or layer.t.weight.shape[2:].numel() > 1:
-        return layer, x, _WHOLE
-    read = _read(x, s.stride).contiguous(memory_format=memory_format(x))
-    return layer._replace(s=s.without_stride), read, s.stride
+    if s.stride == _NO_STRIDE or s.padding != (0, 0) or layer.t.weight.shape[2:].numel() > 1:
+        return layer, x, _NO_STRIDE
+    x_read = _subsample(x, s.stride).contiguous(memory_format=memory_format(x))
+    return layer._replace(s=s.without_stride), x_read, s.stride
 
 
-def _read(x, stride):
-    """Return every n-th row and column of a map as a view."""
+def _subsample(x, stride):
+    """Return every n-th row and column of a map, as a view."""
     return x[:, :, :: stride[0], :: stride[1]]
 
 
-def _add_where_read(x, first, second):
-    """Add two gradients of the map x, each given with the stride of its positions, in place.
+def _add_subsampled(x, first, second):
+    """Add two gradients of the map x in place. Each comes with the stride of the positions that it is given at.
 
     Returns:
         Tensor: The sum at all positions.
@@ -333,18 +333,18 @@ def _add_where_read(x, first, second):
     (total, stride), (other, other_stride) = first, second
     if stride == other_stride:
         total = total.add_(other)
-        return total if stride == _WHOLE else _spread(total, stride, x)
-    if other_stride == _WHOLE:
+        return total if stride == _NO_STRIDE else _undo_subsampling(total, stride, x)
+    if other_stride == _NO_STRIDE:
         (other, other_stride), (total, stride) = first, second
-    total = total if stride == _WHOLE else _spread(total, stride, x)
-    _read(total, other_stride).add_(other)
+    total = total if stride == _NO_STRIDE else _undo_subsampling(total, stride, x)
+    _subsample(total, other_stride).add_(other)
     return total
 
 
-def _spread(values, stride, x):
-    """Return a map like x that has these values at every n-th row and column, and zeros elsewhere."""
+def _undo_subsampling(values, stride, x):
+    """Return a map of the shape of x that has these values at every n-th row and column, and zeros elsewhere."""
     whole = torch.zeros_like(x, dtype=values.dtype)
-    _read(whole, stride).copy_(values)
+    _subsample(whole, stride).copy_(values)
     return whole
 
 
