@@ -10,8 +10,8 @@ from .common.fixed_norms import NO_GRADIENTS
 from .common.kept_maps import KeptCat, KeptMap, affine
 from .common.map_norms import Statistics
 from .common.precision import cast
-from .conv_norm_act import ConvNormTensors
 from .residual_layer import (
+    NUM_TENSORS,
     KeptLayer,
     affines_of_norms,
     layer_backward,
@@ -19,6 +19,7 @@ from .residual_layer import (
     parameter_gradients,
     renormalise,
     rerun_layer,
+    unflatten_tensors,
 )
 
 __all__ = ['GROUP', 'CSPBackward', 'CSPSaved']
@@ -44,15 +45,14 @@ class CSPSaved(NamedTuple):
     gate: Tensor | None = None
 
 
-def _unflat(found):
-    """Return tensors, maps and statistics of each layer, given the list of :meth:`._Forward.flat`."""
-    tensors, maps, saved_layers = [], [], []
-    for i in range(0, len(found), 12):
-        tensors.append(ConvNormTensors(None, *found[i : i + 6]))
-        maps.append(None if found[i + 6] is None else KeptMap(*found[i + 6 : i + 9]))
-        mean, rstd, extra = found[i + 9 : i + 12]
+def _unflatten_maps(flat):
+    """Return the maps and the statistics of each layer, given the list of :meth:`._Forward.flatten_maps`."""
+    maps, saved_layers = [], []
+    for i in range(0, len(flat), 6):
+        maps.append(None if flat[i] is None else KeptMap(*flat[i : i + 3]))
+        mean, rstd, extra = flat[i + 3 : i + 6]
         saved_layers.append(None if mean is None else KeptLayer(Statistics(mean, rstd), extra))
-    return tensors, maps, saved_layers
+    return maps, saved_layers
 
 
 class CSPBackward:
@@ -61,7 +61,7 @@ class CSPBackward:
     Args:
         settings (CSPSettings): Settings.
         saved (CSPSaved): What was saved.
-        flat (list): Result of :meth:`._Forward.flat`: for each layer its parameters and buffers, map and statistics.
+        flat (list): Results of :func:`.flatten_tensors` and :meth:`._Forward.flatten_maps`, one after the other.
         gate (tuple): Weight and bias of the channel attention's layer.
         shape (torch.Size): Shape of the input.
         needs (list): Which parameters of each layer need gradients.
@@ -69,7 +69,9 @@ class CSPBackward:
     """
 
     def __init__(self, settings, saved, flat, gate, shape, needs, others):
-        tensors, self.maps, self.saved_layers = _unflat(flat)
+        number = len(settings.layers) * NUM_TENSORS
+        tensors = unflatten_tensors(flat[:number])
+        self.maps, self.saved_layers = _unflatten_maps(flat[number:])
         self.settings, self.saved, self.gate, self.shape = settings, saved, gate, shape
         self.layers = layers_of_pass([*zip(settings.layers, tensors, strict=True)], backward=True)
         self.dtype, self.needs, self.needs_gate = settings.layers[0].dtype, needs, others[1:]

@@ -33,7 +33,7 @@ from .common.precision import cast, no_autocast
 from .common.shared_maps import mark_as_made_here, share_map
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 from .csp_backward import GROUP, CSPBackward, CSPSaved
-from .residual_layer import layers_of_pass, run_layer
+from .residual_layer import flatten_tensors, layers_of_pass, run_layer
 
 __all__ = ['CSPSettings', 'csp_layer']
 
@@ -97,12 +97,13 @@ class _Node(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         ctx.needs = [ConvNormGradients(None, *needs[i : i + 4], False) for i in range(0, len(needs), 4)]
         with no_autocast(leaves[0]):
-            run = _Forward(settings, layers_of_pass([*zip(settings.layers, tensors, strict=True)]), ctx.needs)
+            pairs = [*zip(settings.layers, tensors, strict=True)]
+            run = _Forward(settings, layers_of_pass(pairs), ctx.needs)
             y = run.run(leaves[0], leaves[1:3])
         tensors_saved = []
         ctx.settings, ctx.dtype, ctx.shape = settings, leaves[0].dtype, leaves[0].shape
         ctx.structure = take_tensors_out(run.saved, tensors_saved)
-        ctx.save_for_backward(*tensors_saved, *leaves[1:3], *run.flat(tensors))
+        ctx.save_for_backward(*tensors_saved, *leaves[1:3], *flatten_tensors(pairs), *run.flatten_maps())
         ctx.set_materialize_grads(False)
         return y
 
@@ -248,12 +249,10 @@ class _Forward:
         scale, shift = affine_of_norm(layer.s, layer.t, saved.statistics, map.width)
         return map._replace(scale=scale, shift=shift, activation=layer.s.activation)
 
-    def flat(self, tensors):
-        """Return what the backward pass reads of each layer, for :class:`.CSPBackward`."""
-        values = []
-        for layer, t, map, saved in zip(self.layers, tensors, self.maps, self.saved_layers, strict=True):
-            # Running statistics that are not read are left out: the next forward pass updates them in place.
-            values += t[1:7] if layer.s.norm == 'fixed' else (*t[1:5], None, None)
-            values += (None, None, None) if map is None else map[:3]
-            values += (None, None, None) if saved is None else (*saved.statistics, saved.extra)
-        return values
+    def flatten_maps(self):
+        """Return the tensors of the saved maps and statistics of all layers, for :class:`.CSPBackward`."""
+        flat = []
+        for map, saved in zip(self.maps, self.saved_layers, strict=True):
+            flat += (None, None, None) if map is None else map[:3]
+            flat += (None, None, None) if saved is None else (*saved.statistics, saved.extra)
+        return flat

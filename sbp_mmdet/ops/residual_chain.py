@@ -42,7 +42,7 @@ from .residual_block import (
     run_block,
     split_by_block,
 )
-from .residual_layer import PARAMETERS, layers_of_pass, parameter_gradients
+from .residual_layer import PARAMETERS, flatten_tensors, layers_of_pass, parameter_gradients, unflatten_tensors
 from .split_layer import SplitLayer
 
 __all__ = ['ChainSettings', 'residual_chain']
@@ -102,26 +102,6 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
         return _run(layers_of_blocks(settings.blocks, layers), x)[0]
 
 
-def _flat(layers):
-    """Return what the backward pass reads of the tensors of layers, one layer after the other.
-
-    Running statistics that it does not read are left out: the next forward pass updates them in place, which autograd
-    would report for a saved tensor.
-    """
-    values = []
-    for s, t, *_ in layers:
-        values += t[1:7] if s.norm == 'fixed' else (*t[1:5], None, None)
-    return values
-
-
-_READ = len(ConvNormTensors._fields) - 2  # of a layer's tensors all but the maps
-
-
-def _unflat(values):
-    """Reverse :func:`_flat`."""
-    return [ConvNormTensors(None, *values[i : i + _READ]) for i in range(0, len(values), _READ)]
-
-
 class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, settings, tensors, *leaves):
@@ -145,7 +125,7 @@ class _Chain(torch.autograd.Function):
         norms, tensors_saved = layers[0].norms, []
         factors = norms.factors if norms.numbers else None
         ctx.structure = take_tensors_out((source, saved, output, factors, signs.finish()), tensors_saved)
-        ctx.save_for_backward(*tensors_saved, *_flat(pairs))
+        ctx.save_for_backward(*tensors_saved, *flatten_tensors(pairs))
         return y
 
     @staticmethod
@@ -153,7 +133,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, grad):
         tensors = iter(saved_tensors_of(ctx))
         source, saved, output, factors, signs = put_tensors_back(ctx.structure, tensors)
-        saved, pairs = [*saved], [*zip(ctx.layers, _unflat([*tensors]), strict=True)]
+        saved, pairs = [*saved], [*zip(ctx.layers, unflatten_tensors([*tensors]), strict=True)]
         with no_autocast(grad):
             layers = layers_of_pass(pairs, True, factors)
             grads = [output.activation_backward(cast(grad, layers[0].s.dtype))]

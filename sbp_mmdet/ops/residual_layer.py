@@ -18,11 +18,14 @@ __all__ = [
     'PARAMETERS',
     'KeptLayer',
     'Layer',
+    'NUM_TENSORS',
     'affines_of_norms',
     'layer_backward',
     'layers_of_pass',
     'parameter_gradients',
     'renormalise',
+    'flatten_tensors',
+    'unflatten_tensors',
     'rerun_layer',
     'run_layer',
 ]
@@ -66,6 +69,33 @@ class Layer(NamedTuple):
         """
         s, t, norms, number, _ = self
         return convolve(s, t, x if x.dtype is s.dtype else x.to(s.dtype), norms, number)
+
+
+NUM_TENSORS = len(ConvNormTensors._fields) - 2  # of a layer, apart from maps
+
+
+def flatten_tensors(pairs: Sequence[tuple[ConvNormSettings, ConvNormTensors]]) -> list[Tensor | None]:
+    """Return the tensors that the backward pass reads, apart from maps: :data:`NUM_TENSORS` for each layer.
+
+    Running statistics that it does not read are ``None``: the next forward pass updates them in place, which autograd
+    would report for a saved tensor.
+
+    Args:
+        pairs (Sequence[tuple[ConvNormSettings, ConvNormTensors]]): Settings and tensors of each layer.
+    """
+    flat = []
+    for s, t in pairs:
+        flat += t[1:-1] if s.norm == 'fixed' else (*t[1:5], None, None)
+    return flat
+
+
+def unflatten_tensors(flat: Sequence[Tensor | None]) -> list[ConvNormTensors]:
+    """Reverse :func:`flatten_tensors`.
+
+    Args:
+        flat (Sequence[Tensor | None]): Its result.
+    """
+    return [ConvNormTensors(None, *flat[i : i + NUM_TENSORS]) for i in range(0, len(flat), NUM_TENSORS)]
 
 
 def layers_of_pass(

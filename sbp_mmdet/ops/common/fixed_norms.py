@@ -133,7 +133,7 @@ class FixedNorms:
         rstd, layers = self.factors.rstd, self._layers
         if len(numbers) < len(self.numbers):
             parts, of_numbers = self._by_number(rstd), dict(zip(self.numbers, layers, strict=True))
-            rstd, layers = _joined([parts[i] for i in numbers]), [of_numbers[i] for i in numbers]
+            rstd, layers = _join([parts[i] for i in numbers]), [of_numbers[i] for i in numbers]
         return _centre([t for _, t in layers]), rstd
 
     def parts_in_half(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -153,12 +153,12 @@ class FixedNorms:
         return {i: (factor, of_weight[i]) for i, factor in self._by_number(of_gradient).items()}
 
     def _by_number(self, joined):
-        return dict(zip(self.numbers, _apart(joined, self._sizes), strict=True))
+        return dict(zip(self.numbers, _split(joined, self._sizes), strict=True))
 
 
 def _factors(layers):
     given = [t for _, t in layers]
-    variances = _joined([t.running_var for t in given])
+    variances = _join([t.running_var for t in given])
     variances = cast(variances, accumulator(variances))
     epsilons = [s.eps for s, _ in layers]
     if len({*epsilons}) > 1:
@@ -169,29 +169,29 @@ def _factors(layers):
     rstd = scale = rstd.rsqrt_()
     if any([t.norm_weight is not None for t in given]):
         ones = [torch.ones_like(t.running_var) if t.norm_weight is None else t.norm_weight for t in given]
-        scale = rstd * _joined(ones)
+        scale = rstd * _join(ones)
     dtype = layers[0][0].dtype
     return Factors(scale, rstd, _shift(given, scale, dtype) if dtype in FULL else None)
 
 
 def _shift(given, scale, dtype):
-    before = _joined([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
+    before = _join([torch.zeros_like(t.running_mean) if t.norm_bias is None else t.norm_bias for t in given])
     return cast(torch.addcmul(before, _centre(given), scale, value=-1), dtype)
 
 
 def _centre(given):
     """Return the means of the convolutions' outputs without bias, running_mean - bias, in full precision."""
-    means = _joined([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
+    means = _join([t.running_mean if t.bias is None else t.running_mean - t.bias for t in given])
     return cast(means, accumulator(means))
 
 
-def _joined(tensors):
+def _join(tensors):
     """Return numbers for each channel of several layers, one layer after the other."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _apart(joined, sizes):
-    """Reverse :func:`_joined`, given the number of channels of each layer."""
+def _split(joined, sizes):
+    """Reverse :func:`_join`, given the number of channels of each layer."""
     return (joined,) if len(sizes) == 1 else torch.split_with_sizes(joined, sizes)
 
 
@@ -211,12 +211,12 @@ def gradients_of_fixed(layers: Sequence[FixedGradients], norms: FixedNorms) -> l
         # dk = sum(W * dW') - mean * sum(dy), and the gradient of the norm's weight is rstd * dk.
         given = [(layer.outer, layer.weight) for layer in normed if layer.products is None]
         missing = iter(row_products(given))
-        products = _joined([next(missing) if layer.products is None else layer.products for layer in normed])
+        products = _join([next(missing) if layer.products is None else layer.products for layer in normed])
         if normed[0].factor is not None:
-            products = products / _joined([layer.factor for layer in normed])
+            products = products / _join([layer.factor for layer in normed])
         centres, rstd = norms.statistics([layer.number for layer in normed])
-        products = torch.addcmul(products, _joined([layer.sums for layer in normed]), centres, value=-1).mul_(rstd)
-        products = iter(_apart(products, [layer.sums.shape[0] for layer in normed]))
+        products = torch.addcmul(products, _join([layer.sums for layer in normed]), centres, value=-1).mul_(rstd)
+        products = iter(_split(products, [layer.sums.shape[0] for layer in normed]))
     if unscaled := [(layer.outer, layer.column) for layer in layers if layer.column is not None]:
         torch._foreach_mul_(*map(list, zip(*unscaled, strict=True)))
     return [
