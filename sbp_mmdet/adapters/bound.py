@@ -27,6 +27,7 @@ class Bound(NamedTuple):
 
     Attributes:
         parts (dict[str, Binding]): The operations that are used, by name.
+        unused (dict[str, Binding]): The operations that cannot be used, by name. Their modules run their own code.
         reason (str | None): Why the whole module runs its own code. If ``None``, it does not.
         left (list[tuple[nn.Module, str]]): Submodules that run their own code, with the reasons.
         bypassed (BypassedModules): The modules that were checked, with their state at that time.
@@ -35,6 +36,7 @@ class Bound(NamedTuple):
     """
 
     parts: dict[str, Binding]
+    unused: dict[str, Binding]
     reason: str | None
     left: list[tuple[nn.Module, str]]
     bypassed: BypassedModules
@@ -58,8 +60,8 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     form = settings.preset.form
     reason, reference = _reason(mixin, module, settings, running), runs_reference(mixin, form)
     if reason or reference:
-        return Bound({}, reason, [], BypassedModules(module, ()), [], reference)
-    parts, unused, used = {}, [], []
+        return Bound({}, {}, reason, [], BypassedModules(module, ()), [], reference)
+    parts, unused, used = {}, {}, []
     bypasses = [*mixin.bypasses(module)]
     checked, left = [inside for inside, _ in bypasses], find_problems(bypasses, called=module)
     fatal = bool(left)
@@ -69,7 +71,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         usable, problems = part.usable(form, module)
         left += problems
         if usable is None:
-            unused.append(name)
+            unused[name] = part
             continue
         parts[name] = usable
         if not usable.shares_modules:
@@ -81,10 +83,10 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
             by_problem.setdefault(problem, {})[names.get(id(inside), '')] = None
         listed = ((', '.join(filter(None, of)), problem) for problem, of in by_problem.items())
         reason = '; '.join(f'{of}: {problem}' if of else problem for of, problem in listed)
-        return Bound({}, reason, [], BypassedModules(module, checked), [], False)
+        return Bound({}, unused, reason, [], BypassedModules(module, checked), [], False)
     used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
     checked += mixin.watches(module)
-    return Bound(parts, None, left, BypassedModules(module, checked), used, False)
+    return Bound(parts, unused, None, left, BypassedModules(module, checked), used, False)
 
 
 def _read_without(part, form, problems):

@@ -27,7 +27,7 @@ from .bindings import Binding
 from .copies import path_of
 from .parameters import weight_and_bias
 from .predicate import unsupported
-from .roles import EFFICIENTDETS_CONVOLUTION, ROLES, know
+from .roles import EFFICIENTDETS_CONVOLUTION, ROLES, add_to_role
 
 __all__ = [
     'ConvNorm',
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 for _role in ('norm of a map', 'norm of a chain'):
-    know(_role, FrozenBatchNorm2d)
+    add_to_role(_role, FrozenBatchNorm2d)
 _activation = functools.cache(Activation)
 _ACTIVATIONS = {
     nn.ReLU: lambda m: _activation('relu'),
@@ -74,7 +74,7 @@ class ConvNorm:
     """
 
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, act: nn.Module | None = None):
-        self.modules = conv, norm, act
+        self.conv, self.norm, self.act = conv, norm, act
         self._adapts = _pads_itself(conv)
         kind = stock_class(type(conv))
         self._standardises, self._standardises_adaptively = kind is ConvWS2d, kind is ConvAWS2d
@@ -82,7 +82,7 @@ class ConvNorm:
         self._made_of = self._settings = None
 
     def __reduce__(self):
-        return ConvNorm, self.modules
+        return ConvNorm, (self.conv, self.norm, self.act)
 
     def inputs(
         self, form: Form, x: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None, counts: bool = True
@@ -99,7 +99,7 @@ class ConvNorm:
         Returns:
             tuple[ConvNormSettings, ConvNormTensors]: Settings and tensors.
         """
-        conv, norm, act = self.modules
+        conv, norm, act = self.conv, self.norm, self.act
         if counts and norm is not None and norm.training:
             count_batches([norm])
         options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
@@ -169,9 +169,9 @@ class ConvNormActBinding(Binding):
         return ConvNorm(self.conv, norm, self.act if behind and 'act' in self.fused else None)
 
     @property
-    def num_modules_after(self) -> int:
-        """Number of modules after the convolution."""
-        return (self.norm is not None) + (self.act is not None)
+    def num_members(self) -> int:
+        """Number of consecutive members of a sequence that the layer consists of."""
+        return 1 + (self.norm is not None) + (self.act is not None)
 
     def run_own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Call the modules, with the arguments of the layer."""

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.kept_maps import add
-from ..ops.common.precision import autocast_dtype
 from ..ops.csp_layer import CSPSettings, csp_layer
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .bindings import Binding
-from .conv_module import ConvNorm, count_batches
+from .chain import ChainBinding
+from .conv_module import ConvNorm
 from .copies import problem_of_copy
 from .parameters import CachedSettings, weight_and_bias
 from .predicate import unsupported
@@ -44,7 +43,7 @@ ROLES['hard sigmoid'] = {nn.Hardsigmoid: any_setting}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CSPBinding(Binding):
+class CSPBinding(ChainBinding):
     """Consecutive CSP blocks, or a CSP layer with its blocks.
 
     Attributes:
@@ -52,42 +51,34 @@ class CSPBinding(Binding):
         layer (nn.Module | None): The CSP layer. If ``None``, there are the blocks alone. Default: None.
     """
 
-    blocks: tuple[nn.Module, ...]
     layer: nn.Module | None = None
-    shares_modules = True
-    one_precision = False
 
     @staticmethod
     def is_full(blocks: Sequence[nn.Module]) -> bool:
-        """Return whether blocks are as many as a chain may have.
-
-        Args:
-            blocks (Sequence[nn.Module]): One block or more.
-        """
+        """See :meth:`.ChainBinding.is_full`."""
         return len(blocks) == _LONGEST
 
     def __call__(self, form: Form, x: Tensor):
         """Run the layer or the blocks on (N, C, H, W)."""
-        layers, norms, settings, sizes, adds = self._structure
-        dtype = autocast_dtype(x) or x.dtype
-        counts = not count_batches(norms)
-        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=counts) for layer in layers], strict=True)
+        settings, tensors = self.layer_inputs(form, x)
         fc = self.layer.attention.fc if getattr(self.layer, 'channel_attention', False) else None
         gate = None if fc is None else weight_and_bias(fc)
-        return csp_layer(settings(own, sizes, adds, self.layer is not None), x, tensors, gate)
+        return csp_layer(self._settings(settings), x, tensors, gate)
 
     @functools.cached_property
-    def _structure(self):
-        """Layers, norms, cached settings, number of layers of each block, and whether each block adds its input."""
-        blocks = [
-            [conv for layer in (block.conv1, block.conv2) for conv in _convolutions(layer)] for block in self.blocks
-        ]
-        convolutions = [conv for block in blocks for conv in block]
+    def layers(self):
+        """See :attr:`.ChainBinding.layers`."""
+        convolutions = [conv for block in self.blocks for conv in _convolutions_of_block(block)]
         if self.layer is not None:
             convolutions = [self.layer.short_conv, self.layer.main_conv, *convolutions, self.layer.final_conv]
-        layers = [ConvNorm(conv.conv, conv.norm, conv.activate) for conv in convolutions]
-        adds = tuple(_adds(block) for block in self.blocks)
-        return layers, [conv.norm for conv in convolutions], CachedSettings(CSPSettings), tuple(map(len, blocks)), adds
+        return [ConvNorm(conv.conv, conv.norm, conv.activate) for conv in convolutions]
+
+    @functools.cached_property
+    def _settings(self):
+        """Settings of the operation, given those of its layers."""
+        sizes = tuple(len(_convolutions_of_block(block)) for block in self.blocks)
+        adds = tuple(map(_adds, self.blocks))
+        return CachedSettings(functools.partial(CSPSettings, blocks=sizes, adds=adds, whole=self.layer is not None))
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
@@ -152,6 +143,10 @@ def _adds(block):
 def _convolutions(layer):
     """Return the ``ConvModule`` of a layer, or both of a depthwise separable one."""
     return (layer,) if isinstance(layer, ConvModule) else (layer.depthwise_conv, layer.pointwise_conv)
+
+
+def _convolutions_of_block(block):
+    return [*_convolutions(block.conv1), *_convolutions(block.conv2)]
 
 
 class _CSP(LeanModule):

@@ -74,9 +74,9 @@ class ConvPoolBinding(Binding):
         return ConvNormActBinding(self.conv, self.norm)
 
     @property
-    def num_modules_after(self) -> int:
-        """Number of modules after the convolution."""
-        return 2 + (self.norm is not None)
+    def num_members(self) -> int:
+        """See :attr:`.ConvNormActBinding.num_members`."""
+        return 3 + (self.norm is not None)
 
     def __call__(self, form: Form, x: Tensor):
         """Run the layer on (N, C, H, W)."""
@@ -103,7 +103,7 @@ class LeanVGG(LeanModule):
             part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
             if part:
                 parts[str(i)] = part
-            i += 1 + (part.num_modules_after if part else 0)
+            i += part.num_members if part else 1
         return parts
 
     def bypasses(self):
@@ -116,7 +116,7 @@ class LeanVGG(LeanModule):
         while i < len(self.features):
             part = self.part(str(i))
             x = self.features[i](x) if part is None else part(self.form, x)
-            i += 1 + (part.num_modules_after if part else 0)
+            i += part.num_members if part else 1
             if i - 1 in ends:
                 outs.append(x)
         return outs[0] if len(outs) == 1 else tuple(outs)

@@ -39,16 +39,16 @@ class _Convolutional(LeanModule):
             Tensor: Output of the layer.
         """
         part = self.part(name)
-        return type(self).parts(self)[name].run_own_code(x, residual) if part is None else part(self.form, x, residual)
+        return self._lean.bound.unused[name].run_own_code(x, residual) if part is None else part(self.form, x, residual)
 
-    def ends_apart(self, name: str) -> bool:
-        """Return whether the last layer was bound without the block's last activation, see :func:`_ends_apart`.
+    def adds_outside(self, name: str) -> bool:
+        """Return whether the last layer was bound without the block's last activation, see :func:`_adds_outside`.
 
         Args:
             name (str): Name of the last layer.
         """
-        part = self.part(name)
-        return _ends_apart(self) if part is None else part.act is None
+        bound = self._lean.bound
+        return (bound.parts.get(name) or bound.unused[name]).act is None
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
@@ -61,8 +61,8 @@ def _shortcut(block, x):
     return x if block.downsample is None else block.downsample(x)
 
 
-def _ends_apart(block):
-    """Return whether the last activation is no part of an operation, so that modules are called in the block's order.
+def _adds_outside(block):
+    """Return whether a block adds its shortcut outside of an operation, so that modules are called in its own order.
 
     An operation that adds the output of the shortcut needs it first, while the block calls its last norm first. The
     order decides what running statistics a norm has that is on both paths, and which norms of two processes communicate
@@ -82,8 +82,8 @@ def _has_plugins(block):
     return getattr(block, 'with_plugins', False)  # copies in other projects have no plugins
 
 
-def _plugged(block, number, x):
-    """Apply the plugins behind a convolution of the block; they run their own code."""
+def _run_plugins(block, number, x):
+    """Run the plugins that follow a convolution of a block, with their own code."""
     return block.forward_plugin(x, getattr(block, f'after_conv{number}_plugin_names')) if _has_plugins(block) else x
 
 
@@ -95,22 +95,22 @@ class LeanBasicBlock(_Convolutional):
         """See :meth:`.LeanModule.parts`."""
         return dict(
             conv1=ConvNormActBinding(self.conv1, self.norm1, self.relu),
-            conv2=ConvNormActBinding(self.conv2, self.norm2, None if _ends_apart(self) else self.relu),
+            conv2=ConvNormActBinding(self.conv2, self.norm2, None if _adds_outside(self) else self.relu),
         )
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
         out = self.layer('conv1', x)
-        if self.ends_apart('conv2'):
+        if self.adds_outside('conv2'):
             return self.relu(self.layer('conv2', out) + _shortcut(self, x))
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
-def _ends(block):
-    """Return the operations of the first and the third convolution of a bottleneck."""
+def _outer_layers(block):
+    """Return the operations of the first and the last convolution of a bottleneck."""
     return dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
-        conv3=ConvNormActBinding(block.conv3, block.norm3, None if _ends_apart(block) else block.relu),
+        conv3=ConvNormActBinding(block.conv3, block.norm3, None if _adds_outside(block) else block.relu),
     )
 
 
@@ -123,7 +123,7 @@ class LeanBottleneck(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        layers = _ends(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
+        layers = _outer_layers(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
         return layers | (dict(block=ResidualChainBinding((self,))) if may_chain(self, called=True) else {})
 
     def lean_forward(self, x: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ class LeanBottleneck(_Convolutional):
 
 def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
     """Run a bottleneck whose second convolution is the function ``middle``."""
-    out = _plugged(block, 1, block.layer('conv1', x))
-    out = _plugged(block, 2, middle(out))
-    if block.ends_apart('conv3'):
-        return block.relu(_plugged(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
+    out = _run_plugins(block, 1, block.layer('conv1', x))
+    out = _run_plugins(block, 2, middle(out))
+    if block.adds_outside('conv3'):
+        return block.relu(_run_plugins(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
     return block.layer('conv3', out, residual=_shortcut(block, x))
 
 
@@ -150,7 +150,7 @@ class LeanBottle2neck(_Convolutional):
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
         middle = zip(self.convs, self.bns, strict=False)  # if there are more than groups, the rest is not called
-        layers = _ends(self) | {
+        layers = _outer_layers(self) | {
             f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(middle)
         }
         return layers | (dict(block=ResidualChainBinding((self,))) if may_chain(self, called=True) else {})
@@ -181,7 +181,7 @@ class LeanSplitBottleneck(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        return _ends(self)
+        return _outer_layers(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""

@@ -12,15 +12,14 @@ from torch.nn.modules.utils import _pair
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.average_pool import AveragePool
-from ..ops.common.precision import autocast_dtype
 from ..ops.residual_block import BlockSettings
 from ..ops.residual_chain import ChainSettings, residual_chain
 from ..ops.split_layer import SplitSettings
 from ..surgery import stock_class
 from . import csp
 from .base import LeanModule, adapter
-from .bindings import Binding
-from .conv_module import ConvNorm, count_batches, layers_of
+from .chain import ChainBinding
+from .conv_module import ConvNorm, layers_of
 from .copies import original
 from .csp import CSPBinding
 from .parameters import CachedSettings
@@ -35,53 +34,44 @@ _LONGEST = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ResidualChainBinding(Binding):
+class ResidualChainBinding(ChainBinding):
     """Consecutive residual blocks, or one, run as one chain.
 
     Attributes:
         blocks (tuple[nn.Module, ...]): Blocks that :func:`may_chain` has approved of.
     """
 
-    blocks: tuple[nn.Module, ...]
-    shares_modules = True
-    one_precision = False
-
     @staticmethod
     def is_full(blocks: Sequence[nn.Module]) -> bool:
-        """Return whether blocks are as many as a chain may have.
-
-        Args:
-            blocks (Sequence[nn.Module]): One block or more.
-        """
+        """See :meth:`.ChainBinding.is_full`."""
         return len(blocks) == _LONGEST or _number_of_layers(blocks[0]) == 2
 
     def __call__(self, form: Form, x: Tensor):
         """Run the blocks on (N, C, H, W)."""
-        layers, norms, blocks, settings = self._structure
-        dtype = autocast_dtype(x) or x.dtype
-        counts = not count_batches(norms)
-        own, tensors = zip(*[layer.inputs(form, None, dtype, counts=counts) for layer in layers], strict=True)
-        return residual_chain(settings(blocks, own), x, tensors)
+        settings, tensors = self.layer_inputs(form, x)
+        return residual_chain(self._settings(settings), x, tensors)
 
     @functools.cached_property
-    def _structure(self):
-        """Layers of all blocks, their norms, settings of each block, and cached settings."""
-        layers, blocks = [], []
+    def layers(self):
+        """See :attr:`.ChainBinding.layers`. The layer of a shortcut follows the others of its block."""
+        layers = []
         for block in self.blocks:
-            own, shortcut = _layers(block), block.downsample
-            *pools, conv, norm = (None, None) if shortcut is None else shortcut
-            layers += own if shortcut is None else [*own, (conv, norm)]
-            (pool,) = map(_settings_of_pool, pools) if pools else (None,)
-            blocks.append(BlockSettings(len(own), shortcut is not None, pool, _split(block)))
-        norms = [norm for _, norm in layers]
-        return [ConvNorm(*layer) for layer in layers], norms, tuple(blocks), CachedSettings(ChainSettings)
+            layers += _layers(block)
+            if block.downsample is not None:
+                *_, conv, norm = block.downsample
+                layers.append((conv, norm))
+        return [ConvNorm(*layer) for layer in layers]
+
+    @functools.cached_property
+    def _settings(self):
+        """Settings of the chain, given those of its layers."""
+        return CachedSettings(functools.partial(ChainSettings, tuple(map(_settings_of_block, self.blocks))))
 
     def reads(self, form: Form):
         """See :meth:`.Binding.reads`."""
         return [read for block in self.blocks for read in _reads(block)]
 
 
-_CHAINS = ResidualChainBinding, CSPBinding
 _BLOCKS = {kind for role in ('residual block', 'CSP block') for kind in ROLES[role]}
 
 
@@ -121,16 +111,16 @@ class LeanStage(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the members one after the other."""
-        inside = 0  # number of following members that the latest part has computed
+        done = 0  # number of following members that the latest part has computed
         for name, module in self._modules.items():
             part = self.part(name)
-            if inside:
-                inside -= 1
-            elif part is None or (isinstance(part, _CHAINS) and not (x.dim() == 4 and x.numel())):
+            if done:
+                done -= 1
+            elif part is None or (isinstance(part, ChainBinding) and not (x.dim() == 4 and x.numel())):
                 x = module(x)
             else:
                 x = part(self.form, x)
-                inside = len(part.blocks) - 1 if isinstance(part, _CHAINS) else part.num_modules_after
+                done = part.num_members - 1
         return x
 
     @classmethod
@@ -196,6 +186,12 @@ def _layers(block):
 
 def _number_of_layers(block):
     return 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
+
+
+def _settings_of_block(block):
+    pools = [] if block.downsample is None else [*block.downsample][:-2]
+    (pool,) = map(_settings_of_pool, pools) if pools else (None,)
+    return BlockSettings(len(_layers(block)), block.downsample is not None, pool, _split(block))
 
 
 def _split(block):
