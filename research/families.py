@@ -34,7 +34,7 @@ from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector
 from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.tables import Column
-from sbp_mmdet.plan.variants import checkpoint_everything, find_presets, load_config, plain, with_variant
+from sbp_mmdet.plan.variants import find_presets, load_config, name_full_checkpointing, plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 nms = importlib.import_module('mmcv.ops.nms')  # the package has a function of this name
@@ -153,7 +153,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
         said = hook.apply(model)
         found, lean = step(model, batch)
     row['said'] = said.splitlines()[0].partition(': ')[2]
-    row['left'] = [line.partition(': ')[2] for line in said.splitlines() if line.startswith('left alone')]
+    row['left'] = [line.partition(': ')[2] for line in said.splitlines() if line.startswith('unchanged')]
     row['losses'] = losses
     row['loss_error'] = max(abs(found[name] - value) / max(abs(value), 1e-3) for name, value in losses.items())
     row['gradient_error'] = compare_gradients(gradients, lean)['error']
@@ -192,7 +192,7 @@ def count(
     )
     for variant in variants:
         blocks = apply['with_cp'] is None
-        run = checkpoint_everything(config, blocks) if variant == EVERYTHING else variant
+        run = name_full_checkpointing(config, blocks) if variant == EVERYTHING else variant
         if apply.get(run.split('+')[0], '') is None:
             start = time.process_time()
             # A step may drop no image of a batch, see the planner.

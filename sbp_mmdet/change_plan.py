@@ -10,7 +10,7 @@ from .adapters.base import adapter_of_class
 from .adapters.predicate import ask_once
 from .presets import Settings
 from .stochastic_backprop.config import SBPConfig
-from .surgery import detectors, members
+from .surgery import detectors, named_submodules
 
 __all__ = ['ChangePlan', 'modules_to_change', 'patch_stride', 'plan_change']
 
@@ -143,7 +143,7 @@ def modules_to_change(model: nn.Module, settings: Settings) -> dict[int, nn.Modu
     Raises:
         ValueError: If a part of the model has settings of its own.
     """
-    parts = [('', model)] if settings.modules is None else members(model, settings.modules)
+    parts = [('', model)] if settings.modules is None else named_submodules(model, settings.modules)
     chosen = {}
     for prefix, part in parts:
         for name, module in part.named_modules(prefix=prefix):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .ops.common.modes import runs_within_others
 from .ops.common.module_state import ModuleState, submodules
 from .ops.common.shared_maps import Scope
-from .surgery import Mixin, members, mix_in, mix_out
+from .surgery import Mixin, mix_in, mix_out, named_submodules
 
 __all__ = [
     'Checkpointed',
@@ -226,7 +226,7 @@ def checkpoint_modules(model: nn.Module, modules: Sequence[str]) -> list[str]:
         >>> checkpoint_modules(detector, ['neck', 'rpn_head'])
         ['neck', 'rpn_head']
     """
-    chosen = list(members(model, modules))
+    chosen = list(named_submodules(model, modules))
     for name, module in chosen:
         if isinstance(module, BaseRoIHead):
             parts = [f'{name}.{part}' for part, _ in module.named_children() if part.endswith('head')]

@@ -11,7 +11,7 @@ from .checkpointing import checkpoint_modules
 from .chunked_targets import targets_in_chunks
 from .presets import Settings, refuse_unknown_keys
 from .report import ReportingHook
-from .surgery import ModelHook, members, unwrapped
+from .surgery import ModelHook, named_submodules, unwrapped
 
 __all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
 
@@ -119,7 +119,7 @@ class CheckpointModulesHook(ModelHook):
         if self._looked:
             return
         self._looked = True
-        found = members(unwrapped(runner.model), self.modules)
+        found = named_submodules(unwrapped(runner.model), self.modules)
         if silent := [name for name, module in found if not getattr(module, 'has_run', False)]:
             runner.logger.warning(
                 f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '

@@ -37,8 +37,8 @@ class Report:
     kinds: dict[str, str]
 
     def __str__(self):
-        lines = [f'{len(self.changed)} modules changed, {len(self.left)} left alone']
-        for word, reasons in (('changed', self.changed), ('left alone', self.left)):
+        lines = [f'{len(self.changed)} modules changed, {len(self.left)} unchanged']
+        for word, reasons in (('changed', self.changed), ('unchanged', self.left)):
             for reason in dict.fromkeys(reasons.values()):
                 names = [name for name in reasons if reasons[name] == reason]
                 numbers = Counter(self.kinds[name] for name in names)

@@ -26,7 +26,7 @@ __all__ = [
     'has_methods_of',
     'hook_arguments',
     'hook_class',
-    'members',
+    'named_submodules',
     'mix_in',
     'mix_into_known',
     'mix_out',
@@ -49,16 +49,16 @@ class Mixin:
 
     def __init__(self, *args, **kwargs):
         # Somebody calls the class of a changed module: a slice of nn.Sequential does. The new module is a plain one.
-        kind, fronts, derived = _apart(type(self))
+        kind, fronts, derived = _decompose(type(self))
         if fronts:
-            self.__class__ = _together(kind, [], derived)
+            self.__class__ = _compose(kind, [], derived)
             self.__init__(*args, **kwargs)
         else:
             super().__init__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
         # A class that was made at run time cannot be imported by its name, so a pickle has the classes it was made of.
-        kind, fronts, derived = _apart(type(self))
+        kind, fronts, derived = _decompose(type(self))
         _, (_, *args), *state = super().__reduce_ex__(protocol)
         return (copyreg.__newobj__, (type(self), *args), *state) if derived else (_new, (kind, fronts, *args), *state)
 
@@ -68,7 +68,7 @@ _MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 
 @functools.cache
-def _mixed(mixin, kind):
+def _mixed_class(mixin, kind):
     """Return the class of a pair. It is made once, because torch.compile compiles each class of modules anew.
 
     Its bases are those of the user's class as well, as mmengine's ``init_cfg`` initialises layers by the names of their
@@ -80,7 +80,7 @@ def _mixed(mixin, kind):
     return mixed
 
 
-def _apart(kind):
+def _decompose(kind):
     """Split a class into the user's class, the mixins from the front, and the classes that were derived later.
 
     ``torch.nn.utils.parametrize`` and FSDP derive a class from that of the module, whatever was mixed into it.
@@ -150,10 +150,10 @@ def refuse_tracing(module: nn.Module, args) -> None:
         )
 
 
-def _together(kind, fronts, derived=()):
+def _compose(kind, fronts, derived=()):
     inner = kind
     for front in reversed(fronts):
-        kind = _mixed(front, kind)
+        kind = _mixed_class(front, kind)
     for outer in reversed(derived):
         bases = tuple(kind if issubclass(base, inner) else base for base in outer.__bases__)
         content = {name: value for name, value in vars(outer).items() if name not in ('__dict__', '__weakref__')}
@@ -161,8 +161,8 @@ def _together(kind, fronts, derived=()):
     return kind
 
 
-def _new(kind, fronts, *args):
-    kind = _together(kind, fronts)
+def _new(kind, fronts, *args):  # pickles of changed models name this function
+    kind = _compose(kind, fronts)
     return kind.__new__(kind, *args)
 
 
@@ -173,7 +173,7 @@ def foreign_classes(kind: type) -> tuple[type, ...]:
     Args:
         kind (type): The class of a module.
     """
-    kind, _, derived = _apart(kind)
+    kind, _, derived = _decompose(kind)
     return kind, *derived
 
 
@@ -215,9 +215,9 @@ def mix_in(module: nn.Module, mixin: type[Mixin]) -> None:
         mixin (type[Mixin]): The class.
     """
     # A class, not an attribute of the instance: copies of the model, as for EMA, would call the original's attribute.
-    kind, fronts, derived = _apart(type(module))
+    kind, fronts, derived = _decompose(type(module))
     place = 1 if fronts and fronts[0].outermost and not mixin.outermost else 0
-    module.__class__ = _together(kind, [*fronts[:place], mixin, *fronts[place:]], derived)
+    module.__class__ = _compose(kind, [*fronts[:place], mixin, *fronts[place:]], derived)
 
 
 def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> None:
@@ -229,13 +229,13 @@ def mix_out(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin], ...]) -> 
     """
     if not isinstance(module, mixin):
         return
-    kind, fronts, derived = _apart(type(module))
+    kind, fronts, derived = _decompose(type(module))
     kept = [front for front in fronts if not issubclass(front, mixin)]
     if kept != fronts:
-        module.__class__ = _together(kind, kept, derived)
+        module.__class__ = _compose(kind, kept, derived)
 
 
-def members(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+def named_submodules(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield submodules by their names.
 
     Args:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sbp_mmdet import SBPConvNeXt, SBPSwinTransformer, SBPViT, adapter, apply_lean
-from sbp_mmdet.adapters import ADAPTERS, LeanModule, know
+from sbp_mmdet.adapters import ADAPTERS, LeanModule, add_to_role
 from sbp_mmdet.presets import PRESETS
 
 CONVNEXT = dict(
@@ -70,7 +70,7 @@ class _Attention(nn.Module):
 
 
 adapter(EncoderLayer)(ADAPTERS['mmpretrain.models.backbones.vision_transformer.TransformerEncoderLayer'])
-know('attention', _Attention)
+add_to_role('attention', _Attention)
 
 
 class StockViT(BaseModule):

@@ -62,8 +62,8 @@ def test_report():
         == 'exact, stores less'
     )
     assert len(done) == 13 and report.left == dict(neck=UNKNOWN)
-    assert str(report).startswith('13 modules changed, 1 left alone\nchanged: 4 SwinBlock, 2 PatchMerging: gradients')
-    assert f'left alone: 1 Linear (neck): {UNKNOWN}' in str(report)
+    assert str(report).startswith('13 modules changed, 1 unchanged\nchanged: 4 SwinBlock, 2 PatchMerging: gradients')
+    assert f'unchanged: 1 Linear (neck): {UNKNOWN}' in str(report)
 
 
 def test_reports_of_presets():

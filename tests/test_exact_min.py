@@ -15,7 +15,7 @@ from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.models.vit import SBPViT
 from sbp_mmdet.plan.memory import SavedByPart
-from sbp_mmdet.plan.variants import checkpoint_everything, load_config
+from sbp_mmdet.plan.variants import load_config, name_full_checkpointing
 from sbp_mmdet.verify.checks import verify_modules
 
 CHANNELS, NUMBER = [8, 16, 32], 3
@@ -345,7 +345,7 @@ def test_only_what_modules_names():
     ],
 )
 def test_what_checkpoints_of_everything_are(config, expected):
-    assert checkpoint_everything(load_config(f'mmdet::{config}')) == expected
+    assert name_full_checkpointing(load_config(f'mmdet::{config}')) == expected
 
 
 def test_blocks_that_run_their_own_code_are_recomputed():

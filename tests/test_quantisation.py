@@ -49,7 +49,7 @@ def prepare_in_training(model):
 
 
 def test_prepared_before_the_change():
-    """Everything is left alone, since observers look at what each module computes."""
+    """Everything is unchanged, since observers look at what each module computes."""
     plain = prepare_in_training(build())
     lean = copy.deepcopy(plain)
     with pytest.raises(ValueError, match='it is prepared for quantisation'):

@@ -51,7 +51,7 @@ def test_counts_are_those_of_whole_passes(name, amp):
     # In mixed precision a plain layer may put out another precision than the changed one, whose outputs are looked at.
     slack = (0.06 if amp else 0) * found['none']
     for key, preset in dict(now='exact', before='none', with_cp='with_cp').items():
-        least = 0 if report.left else found[preset] - slack  # the oracle has the layers that were left alone too
+        least = 0 if report.left else found[preset] - slack  # the oracle has the layers that are unchanged too
         # Alone, a changed convolution does not see what the layer before it keeps and would hand on.
         most = (1.2 if (name, key) == ('ResNet', 'now') else 1) * found[preset] + slack
         assert least <= findings.stored[key] <= most, key
@@ -109,7 +109,7 @@ def test_the_block_in_the_log(caplog):
     log, runner = train_and_get_log(LeanHook('sbp'), model, caplog)
     report, thinned, remark, verified, stored = log['INFO']
     assert report.splitlines()[:3] == [
-        "LeanHook: preset='sbp': 13 modules changed, 0 left alone",
+        "LeanHook: preset='sbp': 13 modules changed, 0 unchanged",
         'changed: 4 SwinBlock, 2 PatchMerging: gradients from 0.5 of the positions, preset sbp',
         'changed: 1 SwinBlock, 1 PatchMerging, 1 PatchEmbed, 4 LayerNorm: exact, stores less',
     ]

@@ -22,11 +22,11 @@ from sbp_mmdet.surgery import (
     Mixin,
     ModelHook,
     detectors,
-    members,
     mix_in,
     mix_out,
     model_hook_class,
     model_hooks,
+    named_submodules,
     unwrapped,
 )
 
@@ -106,7 +106,7 @@ def test_the_detector_inside_of_test_time_augmentation():
 @pytest.mark.parametrize('names', [[], ['']])
 def test_members_have_names(names):
     with pytest.raises(ValueError, match=r'modules=.* must name submodules'):
-        list(members(nn.Linear(2, 2), names))
+        list(named_submodules(nn.Linear(2, 2), names))
 
 
 class Doubled(Mixin):

@@ -256,7 +256,7 @@ class BackboneAndNeck(torch.nn.Module):
 
 
 def test_the_line_adds_up_to_the_modules_of_the_report(caplog):
-    """Four frozen modules are verified although they are left alone, and the neck is changed without being verified."""
+    """Four frozen modules are verified although they are unchanged, and the neck is changed without being verified."""
     report, records = apply_and_get_log(BackboneAndNeck().train(), caplog, preset='exact_min')
     assert (len(report.changed), len(report.left)) == (57, 4)
     said = records[0].message

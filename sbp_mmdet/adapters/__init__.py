@@ -35,7 +35,7 @@ from .bindings import (
 from .bound import Bound, bind
 from .changes import bypassed_by, modules_bypassed_in, release, take_over
 from .place import Place
-from .roles import know
+from .roles import add_to_role
 from .swin import WindowAttentionBinding
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
     'adapter_of',
     'bind',
     'bypassed_by',
-    'know',
+    'add_to_role',
     'mlp_of_ffn',
     'modules_bypassed_in',
     'release',

@@ -27,7 +27,7 @@ from torch import nn
 
 from .copies import problem_of_copy
 
-__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'check_number_as_scale', 'know']
+__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'check_number_as_scale', 'add_to_role']
 
 # Checks return why the settings of a module are unsupported, or `None` if they are supported.
 Check = Callable[[nn.Module], str | None]
@@ -242,7 +242,7 @@ ROLES['recomputable'] = dict.fromkeys((*_RECOMPUTABLE_MODULES, *_ACTIVATIONS), a
 }
 
 
-def know(role: str, *kinds: type | str) -> None:
+def add_to_role(role: str, *kinds: type | str) -> None:
     """Add classes to a role of :data:`ROLES`: their forward computes exactly what that of the role's classes computes.
 
     Args:
@@ -250,6 +250,6 @@ def know(role: str, *kinds: type | str) -> None:
         *kinds (type | str): The classes, or strings of their modules and names.
 
     Example:
-        >>> know('layer norm', MyLayerNorm)
+        >>> add_to_role('layer norm', MyLayerNorm)
     """
     ROLES[role].update(dict.fromkeys(kinds, next(iter(ROLES[role].values()))))

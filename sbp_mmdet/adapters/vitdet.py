@@ -17,7 +17,7 @@ from ..ops.decomposed_attention import (
 )
 from .base import LeanBlock, LeanModule, adapter
 from .bindings import Binding, ChannelMLPBinding, LayerNormBinding
-from .roles import ROLES, check_number_as_scale, know
+from .roles import ROLES, add_to_role, check_number_as_scale
 
 __all__ = ['DecomposedAttentionBinding', 'LeanLN2d', 'LeanViTDetBlock']
 
@@ -33,7 +33,7 @@ def _check_scale(attention):
 
 ROLES['attention of a map'] = {f'{_PROJECT}.Attention': _check_scale}
 ROLES['MLP of a map'] = {f'{_PROJECT}.Mlp': lambda mlp: None}
-know('layer norm', f'{_PROJECT}.LN2d')
+add_to_role('layer norm', f'{_PROJECT}.LN2d')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -169,7 +169,7 @@ def _plan(args, config):
             'Give the memory of a larger GPU, such as --budget 8GiB'
         )
     try:
-        options = dict(eight_bit=args.adamw8bit, failed=functools.partial(_print_failed, args, config))
+        options = dict(eight_bit=args.adamw8bit, failed=functools.partial(_warn_of_failure, args, config))
         rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
@@ -218,7 +218,7 @@ def _plan_batches(args, config, budget, size):
 
     try:
         presets = list_presets(base)
-        options = dict(found=_print_found, failed=functools.partial(_print_failed, args, config))
+        options = dict(found=_print_result, failed=functools.partial(_warn_of_failure, args, config))
         rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, **options)
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
@@ -235,14 +235,14 @@ def _plan_batches(args, config, budget, size):
         raise SystemExit(1)
 
 
-def _print_found(row):
+def _print_result(row):
     """Print a result while others are still counted, which takes minutes, so that an interruption does not lose it."""
     end_progress()
     answer = f'{row.images} image{"s" * (row.images > 1)} in' if row.images else 'not one image fits; it needs'
     print(f'{row.variant}: {answer} {format_gib(row.need)}', file=sys.stderr, flush=True)
 
 
-def _print_failed(args, config, variant, error):
+def _warn_of_failure(args, config, variant, error):
     """Warn of a variant that is left out because its step fails, such as mixed precision in mmdet's DDQ."""
     end_progress()
     text = bad_input(args.config, f'a training step with {variant} cannot be run', error, config)

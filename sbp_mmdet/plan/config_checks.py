@@ -151,7 +151,7 @@ def find_missing_import(config: Config) -> str | None:
     named = [(HOOKS, hook['type']) for hook in hooks] + [(MODELS, (config.model.get('backbone') or {}).get('type'))]
     ours = [kind for registry, kind in named if isinstance(kind, str) and is_ours(registry.get(kind))]
     imports = [*list_imports(config)]
-    if not ours or _import_ours(imports):
+    if not ours or _use_this_package(imports):
         return None
     return (
         f'the config uses {ours[0]} and does not import sbp_mmdet, so a training would not find it; write in '
@@ -192,7 +192,7 @@ def _hook_names(config):
     return [name_of(hook) for hook in config.get('custom_hooks') or [] if isinstance(hook, dict)]
 
 
-def _import_ours(names):
+def _use_this_package(names):
     """Return whether modules use this package, or a module of the user's that they import does."""
     names, seen = [*names], set()
     while names:

@@ -320,7 +320,7 @@ def _count_step(model: nn.Module, wrapper, data, counter, config, skipping):
         # CUDA's default: all parameters of a group at once, with temporary tensors of the group's size.
         if group.get('foreach', 0) is None and not group.get('fused'):
             group['foreach'] = True
-    free = _values_do_not_matter(model)
+    free = _bytes_are_independent_of_values(model)
     skip = contextlib.nullcontext()
     if skipping:  # otherwise everything is computed
         skip = SkipArithmetic(lambda: free or counter.phase != 'forward' or tracker.in_network or skipping())
@@ -359,7 +359,7 @@ def _count_step(model: nn.Module, wrapper, data, counter, config, skipping):
     return row, [*held, count_averaged_bytes(config, model)]
 
 
-def _values_do_not_matter(model: nn.Module) -> bool:
+def _bytes_are_independent_of_values(model: nn.Module) -> bool:
     """Return whether exactly one prediction is assigned to each box, so that the bytes do not depend on which it is."""
     assigners = [module.assigner for module in model.modules() if hasattr(module, 'assigner')]
     return bool(assigners) and all(type(assigner) is HungarianAssigner for assigner in assigners)

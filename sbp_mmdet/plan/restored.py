@@ -41,7 +41,7 @@ def restored_state(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for one, before in attributes:
-            if not _are_same(vars(one), before):
+            if not _hold_same_objects(vars(one), before):
                 vars(one).clear()
                 vars(one).update(before)
         for one, before in contents:
@@ -65,7 +65,7 @@ def _inside(one):
     return vars(one).values() if hasattr(one, '__dict__') else one if isinstance(one, (list, tuple)) else ()
 
 
-def _are_same(now, before):
+def _hold_same_objects(now, before):
     return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
 
 
@@ -73,13 +73,13 @@ def _put_back(one, before):
     """Give a container its content back, if that is another one now."""
     now = [*one.items()] if isinstance(one, dict) else [*one]
     pairs = zip(now, before, strict=False)
-    if len(now) == len(before) and all(a is b or isinstance(one, dict) and _are_one(a, b) for a, b in pairs):
+    if len(now) == len(before) and all(a is b or isinstance(one, dict) and _is_same_entry(a, b) for a, b in pairs):
         return
     one.clear()
     one.update(dict(before)) if isinstance(one, dict) else (one.update if isinstance(one, set) else one.extend)(before)
 
 
-def _are_one(item, other):
+def _is_same_entry(item, other):
     return item[0] is other[0] and item[1] is other[1]
 
 

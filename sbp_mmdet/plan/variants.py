@@ -28,7 +28,7 @@ __all__ = [
     'PLAIN',
     'PLAIN_RUN',
     'NotApplicable',
-    'checkpoint_everything',
+    'name_full_checkpointing',
     'find_piece_changes',
     'find_presets',
     'is_lean',
@@ -259,7 +259,7 @@ def with_variant(config: Config, variant: str, **keys) -> Config:
     return changed
 
 
-def checkpoint_everything(config: Config, blocks: bool = True) -> str:
+def name_full_checkpointing(config: Config, blocks: bool = True) -> str:
     """Return the name of the variant that checkpoints everything: blocks, transformer layers, neck and heads.
 
     Args:
@@ -270,7 +270,7 @@ def checkpoint_everything(config: Config, blocks: bool = True) -> str:
         str: ``'with_cp+targets'`` or ``'none+targets'``, followed by the pieces that apply to the model.
 
     Example:
-        >>> checkpoint_everything(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
+        >>> name_full_checkpointing(load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'))
         'with_cp+targets+cp-heads+cp-neck'
     """
     pieces = ['with_cp' if blocks else 'none', 'targets']

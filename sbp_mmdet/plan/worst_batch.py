@@ -84,8 +84,8 @@ def draw_batches(samples: Samples, config: Config, dataset, batch: int, processe
     # A sampler that is run gives as many batches as in the training; in order, more would be the same ones again.
     own = max(1000, math.ceil(_count_batches(config, samples, batch, processes)))
     if (indices := index_batches(samples, config, dataset, batch, min(draws, own), processes)) is not None:
-        drawn.append(_draw_at(rng, samples, indices))
-        every += _draw_at_with_each(rng, samples, indices)
+        drawn.append(_draw_batches_of(rng, samples, indices))
+        every += _draw_with_each_sample(rng, samples, indices)
     else:
         groups = list(groups_of_samples(samples, config, batch))
         if (samples.sizes == samples.sizes[0]).all():
@@ -184,7 +184,7 @@ def _expect_rarest(samples, parts, batches):
         yield np.array([[[images, *size]]])
 
 
-def _draw_at(rng, samples, indices):
+def _draw_batches_of(rng, samples, indices):
     """Return batches of given images as :func:`_draw` does; of each image one of its samples is drawn."""
     begins = np.cumsum([0, *map(len, indices)])[:-1]
     sizes = samples.sizes[_draw_samples(rng, samples, np.concatenate(indices))]  # (images, branches, 2)
@@ -192,7 +192,7 @@ def _draw_at(rng, samples, indices):
     return np.concatenate([images, np.maximum.reduceat(sizes, begins)], -1)
 
 
-def _draw_at_with_each(rng, samples, indices):
+def _draw_with_each_sample(rng, samples, indices):
     """Yield a batch for each sample, in which the sample replaces its image.
 
     An image that is in many batches is replaced in the first few of them.

@@ -49,7 +49,7 @@ class Findings:
         silent (list[str]): Names of changed modules that did not run. Default: empty.
         recomputed (list[Kind]): Calls of recomputed parts, with their bytes. Of changed modules among them, only those
             saved ``now``; the others are in ``kinds``. Default: empty.
-        frozen (list[str]): Names of the modules that ran and are left alone because they are frozen. Default: empty.
+        frozen (list[str]): Names of the modules that ran and are unchanged because they are frozen. Default: empty.
         own_code (list[str]): Names of changed modules that are recomputed and run their own code. Default: empty.
     """
 
