@@ -216,14 +216,15 @@ def _carry_out(model, settings, plan, chosen):
     if settings.preset.form is not None and settings.preset.form.implementation == 'fused':
         share_maps_within(model)
     for bound in plan.bounds.values():
-        reasons = {names[id(inside)]: reason for inside, reason in bound.left}
-        left |= {name: reason for name, reason in reasons.items() if name not in changed}
+        for inside, reason in bound.left:
+            if names[id(inside)] not in changed:
+                left[names[id(inside)]] = reason
     left |= _explain_unchanged(model, changed, left, chosen, settings.preset)
     return Report(changed, left, {name: type(model.get_submodule(name)).__name__ for name in changed | left})
 
 
 def _num_heads(bounds, modules):
-    """Return the number of heads of the blocks' attention, or ``None`` if there is none that drops heads."""
+    """Return the number of attention heads of a block, or ``None`` if no block can drop heads."""
     parts = (part for module in modules.values() if id(module) in bounds for part in bounds[id(module)].parts.values())
     return next((part.num_heads for part in parts if part.by_heads), None)
 

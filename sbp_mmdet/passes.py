@@ -253,6 +253,8 @@ def has_hooks_of_others(module: nn.Module, observers: str | tuple[str, ...]) -> 
         module (nn.Module): The module.
         observers (str | tuple[str, ...]): Beginnings of the names of the modules in which the other hooks are written.
     """
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all((getattr(hook, '__module__', None) or '').startswith(observers) for hook in hooks)
 

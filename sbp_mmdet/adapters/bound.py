@@ -58,7 +58,8 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         Bound: The operations, and the modules that run their own code.
     """
     form = settings.preset.form
-    reason, reference = _reason(mixin, module, settings, running), runs_reference(mixin, form)
+    reference = runs_reference(mixin, form)
+    reason = _reason(mixin, module, settings, running, reference)
     if reason or reference:
         return Bound({}, {}, reason, [], BypassedModules(module, ()), [], reference)
     parts, unused, used = {}, {}, []
@@ -105,13 +106,16 @@ def runs_reference(mixin, form: Form) -> bool:
     return form.implementation == 'reference' and not mixin.has_reference
 
 
-def _reason(mixin, module, settings, running):
-    """Return why nothing of a module can be bypassed, whatever its submodules are, or ``None``."""
+def _reason(mixin, module, settings, running, reference):
+    """Return why nothing of a module can be bypassed, whatever its submodules are, or ``None``.
+
+    Of a module that runs its own code for want of the reference form, ``reference``, only the class is looked at.
+    """
     if is_parametrized(module):
         return 'it is parametrized'
     if not mixin.is_stock(module):
         return f'its class, {stock_class(type(module)).__name__}, has a forward pass of its own'
-    if runs_reference(mixin, settings.preset.form):
+    if reference:
         return None
     if is_hooked_globally():
         return 'hooks are registered for all modules (register_module_forward_hook), and its submodules would skip them'
