@@ -158,8 +158,8 @@ _UP = [0.25, 0.31, 0.36, 0.42, 0.47, 0.53, 0.58, 0.64, 0.69, 0.75]
 _RATIOS = {'uniform': '', 'increasing': f',keep_ratio={_UP}', 'decreasing': f',keep_ratio={_UP[::-1]}'}
 
 
-def _cosine(first, column):
-    """Return the cosine of a setting of the paper's method, or the norm ratio."""
+def _format_gradient_figure(first, column):
+    """Format the cosine or the norm ratio of the gradients of a setting of the paper's method, with its deviation."""
     first, words = re.sub(', the default', '', first), ''
     if first[0].isdigit():
         words = f',blocks=[{first.replace("-", ", ")}]' if first != '2-2-6-0' else ''
@@ -229,9 +229,9 @@ TABLES = [
     ('docs/research/accuracy.md', 'Without padding', _unpadded),
     ('docs/research/gradients.md', 'Weights from a sample of the rows', _draws),
     ('docs/research/gradients.md', 'The same on photographs, in a Swin and in a ViT', _draws),
-    ('docs/research/gradients.md', 'Keep ratio and sampler', _cosine),
-    ('docs/research/gradients.md', 'One ratio for all blocks', _cosine),
-    ('docs/research/gradients.md', 'How many blocks', _cosine),
+    ('docs/research/gradients.md', 'Keep ratio and sampler', _format_gradient_figure),
+    ('docs/research/gradients.md', 'One ratio for all blocks', _format_gradient_figure),
+    ('docs/research/gradients.md', 'How many blocks', _format_gradient_figure),
 ]
 
 

@@ -116,8 +116,8 @@ def exact_pass(model: nn.Module, batch: dict, seed: int) -> ExactPass:
     return ExactPass(_take_gradients(model), images, *found, loss, seed)
 
 
-def _with(module, preset, keys):
-    """Return a copy of the model with a preset, which shares the parameters."""
+def _copy_with_preset(module, preset, keys):
+    """Return a copy of a model that has a preset and shares the parameters."""
     changed = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     if preset != 'none':
         # What skip_dropped_images leaves out is a draw of its own; its gradients are the same on average.
@@ -138,7 +138,7 @@ def _mean_gradient(draws, run):
 
 def _of_backbone(model, exact, preset, keys):
     """Return gradients of the backbone alone with a preset, for the inputs and output gradients of an exact pass."""
-    backbone = _with(model.backbone, preset, keys)
+    backbone = _copy_with_preset(model.backbone, preset, keys)
     torch.manual_seed(exact.seed)
     outputs = backbone(exact.images)
     for got, expected in zip(outputs, exact.outputs, strict=True):
@@ -155,7 +155,7 @@ def _of_backbone(model, exact, preset, keys):
 
 
 def _of_detector(model, exact, preset, keys, batch):
-    detector = _with(model, preset, keys)
+    detector = _copy_with_preset(model, preset, keys)
     loss = _backward(detector, batch, exact.seed)
     gradients = _take_gradients(detector)
     if not abs(loss - exact.loss) < _SAME_LOSS * abs(exact.loss):
@@ -227,7 +227,7 @@ def run_study(
     target = model if whole else model.backbone
     for label, (preset, keys) in settings.items():
         try:
-            _with(target, preset, keys)
+            _copy_with_preset(target, preset, keys)
         except ValueError as error:
             raise ValueError(f'{label!r}: {error}') from error
     stages, results = _stages_of(model.backbone), {label: [] for label in settings}

@@ -184,7 +184,7 @@ def margin(rows: dict[str, dict]) -> tuple[float, float]:
 
 
 def _pairs(rows, fitted):
-    """Return counted and measured bytes of the families that the margin is fitted on, or of the others."""
+    """Return counted and measured bytes of the families that the margin is fitted on (``fitted``) or of the others."""
     families = sorted({name.split('/')[0] for name in read_published()})
     chosen = [
         (row['peak'], row['measured'] * 2**30)

@@ -89,7 +89,7 @@ class EffectiveSELayer(nn.Module):
 
 @of_mmyolo
 class Branches(nn.Module):
-    """Sum of two branches behind which an activation stands by itself, as in RepVGG and BiFPN."""
+    """Sum of two branches, followed by an activation alone, as in RepVGG and BiFPN."""
 
     def __init__(self, act):
         super().__init__()

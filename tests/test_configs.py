@@ -91,7 +91,7 @@ def test_config_trains_by_the_method_of_its_name(path):
     config = load(path)
     assert config.custom_imports == dict(imports=['sbp_mmdet'], allow_failed_imports=False)
     preflight.check_config(config, splits=())
-    model = preflight.on_meta(config)
+    model = preflight.build_on_meta(config)
     for hook in model_hooks(config.get('custom_hooks')):
         hook.apply(model)
     assert bool(keep_ratios(model)) == ('_sbp-' in path.stem)
@@ -184,7 +184,7 @@ def test_base_recipe_is_the_official_one():
 def test_layer_decay_reaches_the_backbone(child, depth_of_last_stage):
     config = copy.deepcopy(load(family(child)))
     config.optim_wrapper.type = 'OptimWrapper'  # the AMP one refuses to be built without a GPU
-    model = preflight.on_meta(config)
+    model = preflight.build_on_meta(config)
     groups = build_optim_wrapper(model, config.optim_wrapper).optimizer.param_groups
     lr, decay = config.optim_wrapper.optimizer.lr, config.optim_wrapper.paramwise_cfg.decay_rate
     rate = {name: group['lr'] for group in groups for name in group['param_names']}

@@ -88,7 +88,7 @@ def build_stock_and_lean(storage, dtype=torch.float64, **options):
 
 
 def run_step(layer, x, *residual):
-    """Return output and gradients by name, for a loss with a different gradient at each entry."""
+    """Return the output, and the gradients by name, of a loss with a different gradient at each entry."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, *residual)]
     layer.zero_grad()
     out = layer(*inputs)

@@ -72,7 +72,7 @@ def test_parts_that_are_not_quantised_are_changed():
 @pytest.mark.parametrize('in_training', [True, False])
 @pytest.mark.parametrize('inplace', [True, False])
 def test_prepared_after_the_change(in_training, inplace):
-    """torch looks for classes, and does not see that a changed convolution is one."""
+    """torch finds layers by their exact class, so it would leave out a changed convolution: its next call raises."""
     model = build()
     apply_lean(model, 'exact', verify=False)
     assert isinstance(model.first, LeanModule)

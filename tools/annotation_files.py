@@ -91,7 +91,7 @@ def check_training_images(
 
 
 def _check_filter(path, key, content, annotated, filter_cfg):
-    """Find a filter that removes all images, for which mmengine's error names neither the file nor the filter."""
+    """Raise an error if a filter removes all images: that of mmengine would name neither the file nor the filter."""
     images, min_size = content['images'], filter_cfg.get('min_size', 0)
     if not images:
         raise PreflightError(f'{key}: {path} lists no images; {_REMEDY}')

@@ -21,7 +21,7 @@ def lines_of(file: Path) -> list[dict]:
 
 
 def read_rows(part: Part, out: Path) -> tuple[dict[str, dict], collections.Counter]:
-    """Return the rows by name, and how often rows without a result were begun."""
+    """Return the finished rows by name, and how often each row without a result was begun."""
     lines = [line for line in lines_of(out / f'{part.name}.jsonl') if 'row' in line]
     rows = {line['row']: line for line in lines if line.get('state') != 'begun'}
     return rows, collections.Counter(line['row'] for line in lines if line['row'] not in rows)

@@ -15,7 +15,7 @@ from mmdet_script import say
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-__all__ = ['check_hooks', 'class_name', 'dicts', 'given', 'on_meta', 'warn', 'warn_if_unused', 'with_our_import']
+__all__ = ['check_hooks', 'class_name', 'dicts', 'given', 'build_on_meta', 'warn', 'warn_if_unused', 'with_our_import']
 
 given = []  # warnings of this run
 _OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
@@ -52,7 +52,7 @@ def check_hooks(config):
             )
         try:
             hook = HOOKS.build({key: value for key, value in hook.items() if key != 'priority'})
-            if detector := on_meta(config):
+            if detector := build_on_meta(config):
                 hook.apply(detector)
         except (TypeError, ValueError) as error:
             text = f'{error}'.removeprefix(f'{name}: ')
@@ -73,7 +73,7 @@ def check_hooks(config):
 
 
 def _plain(node):
-    """Return a part of a config as dicts and lists, which are printed as the user writes them."""
+    """Convert a part of a config to plain dicts and lists, which are printed as the user writes them."""
     return node.to_dict() if hasattr(node, 'to_dict') else node
 
 
@@ -103,7 +103,7 @@ def warn_if_unused(config):
     )
 
 
-def on_meta(config: Config) -> torch.nn.Module | None:
+def build_on_meta(config: Config) -> torch.nn.Module | None:
     """Build the model without memory for its weights; return ``None`` if that fails, which mmdet reports later."""
     init_default_scope(config.get('default_scope') or 'mmdet')
     for device in ('meta', 'cpu'):  # mmdet's Swin reads numbers that it makes, so they have to be somewhere

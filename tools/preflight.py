@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations, check_training_images, shortened
-from hook_checks import check_hooks, class_name, dicts, on_meta, warn, warn_if_unused, with_our_import
+from hook_checks import build_on_meta, check_hooks, class_name, dicts, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
 from mmengine.config import Config
@@ -28,7 +28,7 @@ __all__ = [
     'check_backbone',
     'check_config',
     'load_config',
-    'on_meta',
+    'build_on_meta',
 ]
 
 

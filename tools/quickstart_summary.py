@@ -26,7 +26,7 @@ def latest(folder: Path, pattern: str) -> Path:
     return paths[-1]
 
 
-def read(folder: Path) -> dict[int, float]:
+def read_losses(folder: Path) -> dict[int, float]:
     """Return the losses of a training by step, as the visualizer wrote them."""
     rows = map(json.loads, latest(folder, '2*/vis_data/scalars.json').read_text().splitlines())
     return {row['step']: row['loss'] for row in rows if 'loss' in row}
@@ -56,7 +56,7 @@ def main():
         sys.exit(__doc__)
     config, work_dir = load_config(sys.argv[1]), Path(sys.argv[2])
     try:
-        losses = {name: read(work_dir / name) for name in TRAININGS}
+        losses = {name: read_losses(work_dir / name) for name in TRAININGS}
         checkpoint = (work_dir / 'lean/last_checkpoint').read_text().strip()
         log = latest(work_dir / 'lean', '2*/*.log')
         scores = json.loads(latest(work_dir / 'test', '2*/*.json').read_text())

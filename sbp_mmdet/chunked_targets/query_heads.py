@@ -109,7 +109,7 @@ class _HeadWithByteMasks(Mixin):
 
 
 class _ByteBitmapMasks(BitmapMasks):
-    """Masks of an image that are converted to a :class:`_ByteMaskTensor`.
+    """Masks of an image whose ``to_tensor`` returns a :class:`_ByteMaskTensor`.
 
     Args:
         masks (BitmapMasks): The masks; their memory is shared.

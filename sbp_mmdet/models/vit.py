@@ -365,7 +365,7 @@ def _check(depth, drop_rate, attn_drop_rate, out_type, out_indices, frozen_block
 
 
 def _parse_arch(arch):
-    """Return blocks, channels, attention heads and width of the MLP."""
+    """Return the numbers of blocks, channels and attention heads, and the width of the MLP."""
     if isinstance(arch, str):
         if arch not in ARCHS:
             raise ValueError(

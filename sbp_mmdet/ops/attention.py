@@ -197,12 +197,15 @@ def _needed_gradients(needs):
 
 
 def _tokens_with_gradients(settings, kept):
-    """Return the tokens whose x-hat, keys and values get gradients, or ``None`` for all."""
+    """Return the indices of tokens whose x-hat, keys and values get gradients, or ``None`` if all do."""
     return kept if settings.mode == 'qkv' else None
 
 
 def _head_channels(settings, t, parts=1):
-    """Return the indices of the kept heads' channels in ``parts`` times C channels, or ``None`` for all."""
+    """Return the indices of the channels of kept heads, or ``None`` if all are kept.
+
+    There are ``parts`` times C channels, for example three times if queries, keys and values lie side by side.
+    """
     if t.heads is None:
         return None
     c = t.proj_weight.shape[1]

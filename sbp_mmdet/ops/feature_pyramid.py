@@ -151,7 +151,7 @@ def _lateral(t, x, coarse):
 
 
 def _nearest_rows(coarse, height):
-    """Return which row of the next level is the nearest one of each row, as the kernel of the interpolation has it."""
+    """Return, for each row, the row of the coarser level that nearest-neighbour interpolation copies into it."""
     numbers = torch.arange(coarse.shape[2], dtype=torch.float32, device=coarse.device).view(1, 1, -1, 1)
     return F.interpolate(numbers, size=(height, 1), mode='nearest').flatten().long()
 

@@ -58,7 +58,7 @@ class Block:
 
 
 class _Pool:
-    """Cached blocks, sorted by size and address; the first one that is large enough is taken."""
+    """Pool of cached blocks, sorted by size and address. A request takes the first block that is large enough."""
 
     __slots__ = ('_blocks', '_order', 'expandable', 'granule', 'small')
 

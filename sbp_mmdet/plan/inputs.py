@@ -170,7 +170,10 @@ def _run_pipeline(config, inputs, dataset, processes):
 
 
 def _count_boxes(config, inputs, processes):
-    """Return the boxes that the pipeline gives, or ``None`` without annotations, or if the pipeline cannot be run."""
+    """Return the number of boxes in an image of the most crowded batch, as the pipeline leaves them.
+
+    It is ``None`` if there are no annotations, or the pipeline cannot be run.
+    """
     try:
         dataset, source = build_train_dataset(config)
         if source != OF_ANNOTATIONS:

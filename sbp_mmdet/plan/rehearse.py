@@ -345,7 +345,7 @@ def _get_gpu_memory(model):
 
 
 def _advise(runner, budget, batch_shape):
-    """Return a sentence that names the variant that fits, by the planner's count."""
+    """Return advice for a step that does not fit: a variant that fits by the planner's count, or other remedies."""
     from .counts import count_variants  # noqa: PLC0415
     from .planner import choose_row  # noqa: PLC0415
     from .snippet import format_heading, snippet  # noqa: PLC0415

@@ -117,7 +117,7 @@ def _find_leading_frozen(modules):
 
 @dataclasses.dataclass
 class _Classes:
-    """Classes that a module of the copy switches between, and its :class:`.adapters.Place`."""
+    """Classes that a module of the verified copy switches between, and its :class:`.adapters.Place`."""
 
     lean: type
     own: type

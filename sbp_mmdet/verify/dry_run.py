@@ -137,7 +137,7 @@ class NoUpdate:
         """Update nothing."""
 
     def zero_grad(self, **kwargs) -> None:
-        """Leave the gradients: who runs the step restores them."""
+        """Keep the gradients: the caller of the step restores them."""
 
 
 @contextlib.contextmanager

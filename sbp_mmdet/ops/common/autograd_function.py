@@ -309,7 +309,7 @@ class _Function(torch.autograd.Function):
 
 
 def saved_tensors_of(ctx) -> tuple[Tensor, ...]:
-    """Return what a node saved, in its backward pass. A tensor is freed as soon as the caller drops it.
+    """Return the tensors that a node saved, for its backward pass. Each is freed as soon as the caller drops it.
 
     Where the graph is retained, the node keeps its tensors.
 

@@ -90,7 +90,7 @@ def _for_group_norm(z, weight):
 
 
 def _contiguous(parameter):
-    """Return a parameter as torch's kernels of group norm read it: they do not look at strides."""
+    """Return a parameter in contiguous memory, because torch's group norm kernels ignore its strides."""
     return None if parameter is None else parameter.contiguous()
 
 

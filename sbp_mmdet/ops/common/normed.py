@@ -49,7 +49,7 @@ def norm_backward(
 
 
 def _in_one_precision(x, weight, bias):
-    """Return all in the higher precision of input and weight: CUDA's kernel takes one."""
+    """Cast input, weight and bias to the higher precision of the first two, because CUDA's kernel takes only one."""
     dtype = promoted(x.dtype, weight.dtype)
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 

@@ -80,7 +80,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors in ``dtype``, those that are not so yet by one launch together.
+    """Cast tensors to ``dtype``, all that have another precision in one launch.
 
     Args:
         tensors (Sequence[Tensor]): Tensors on one device.

@@ -116,7 +116,7 @@ def draw_factor(drop: nn.Module, x: Tensor, scale: Tensor | None, rate: float) -
 
 
 class _PassBy(torch.autograd.Function):
-    """Copy whose backward pass gives gradients of zero to the parameters of the bypassed block.
+    """Copy of a bypassed block's input, which gives the parameters of the block gradients of zero.
 
     The output is in memory of its own, as that of every block: what runs next may write to it, and autograd refuses
     that for a view.
