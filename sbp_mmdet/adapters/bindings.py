@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 Problems = list[tuple[nn.Module, str]]
+Reads = list[tuple[nn.Module, str]]  # modules whose forward is bypassed, with their roles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,34 +71,35 @@ class Binding:
         """
         raise NotImplementedError
 
-    def usable(self, form: Form, root: nn.Module) -> tuple['Binding | None', Problems]:
+    def usable(self, form: Form, root: nn.Module, reads: Reads) -> tuple['Binding | None', Problems]:
         """Return the binding of the modules that may be bypassed, and the modules that run their own code.
 
         Args:
             form (Form): Form of the operations.
             root (nn.Module): The changed module. It is called itself, so hooks on it run in any case.
+            reads (list): Result of :meth:`reads`.
 
         Returns:
             tuple[Binding | None, list]: The binding, or ``None`` if the operation cannot be used at all; and the
             modules that run their own code, with the reasons.
         """
-        problems = self.problems(form, root)
+        problems = self.problems(root, reads)
         return (None if problems else self), problems
 
-    def problems(self, form: Form, root: nn.Module) -> Problems:
+    def problems(self, root: nn.Module, reads: Reads) -> Problems:
         """Return the modules whose forward may not be bypassed, with the reasons.
 
         Args:
-            form (Form): Form of the operations.
             root (nn.Module): The changed module.
+            reads (list): Result of :meth:`reads`.
         """
-        reads = {}
-        for module, role in self.reads(form):
-            reads[id(module)] = module, role  # a module that is read twice has one problem
-        problems = find_problems(reads.values(), called=root)
+        by_id = {}
+        for module, role in reads:
+            by_id[id(module)] = module, role  # a module that is read twice has one problem
+        problems = find_problems(by_id.values(), called=root)
         if problems or not self.one_precision:
             return problems
-        return _mixed_precision([module for module, _ in reads.values()])
+        return _mixed_precision([module for module, _ in by_id.values()])
 
     @property
     def scale(self) -> Tensor | None:
@@ -206,11 +208,11 @@ class ChannelMLPBinding(Binding):
         if self.conv is not None and self.recomputes_conv:
             yield self.conv, 'recomputed convolution'
 
-    def usable(self, form: Form, root: nn.Module):
+    def usable(self, form: Form, root: nn.Module, reads: Reads):
         """See :meth:`Binding.usable`. An unsupported convolution runs its own code in front of the operation."""
         if self.grn is not None and form.implementation == 'reference':
             return None, [(self.grn, 'the reference form has no GRN')]
-        problems = self.problems(form, root)
+        problems = self.problems(root, reads)
         if self.conv is not None and [module for module, _ in problems] == [self.conv]:
             return dataclasses.replace(self, recomputes_conv=False), problems
         return (None if problems else self), problems
@@ -255,7 +257,7 @@ class UnsupportedBinding(Binding):
         """See :meth:`Binding.reads`."""
         return iter(())
 
-    def usable(self, form: Form, root: nn.Module):
+    def usable(self, form: Form, root: nn.Module, reads: Reads):
         """See :meth:`Binding.usable`."""
         return None, [(self.module, self.reason)]
 

@@ -67,16 +67,17 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     checked, left = [inside for inside, _ in bypasses], find_problems(bypasses, called=module)
     fatal = bool(left)
     for name, part in mixin.parts(module).items():
-        reads = [inside for inside, _ in part.reads(form)]
-        checked += reads
-        usable, problems = part.usable(form, module)
+        reads = [*part.reads(form)]
+        modules = [inside for inside, _ in reads]
+        checked += modules
+        usable, problems = part.usable(form, module, reads)
         left += problems
         if usable is None:
             unused[name] = part
             continue
         parts[name] = usable
         if not usable.shares_modules:
-            used += reads if usable is part else _read_without(usable, form, problems)
+            used += modules if usable is part else _read_without(usable, form, problems)
     if fatal or (unused and not (mixin.separable and parts)):
         names = {id(inside): name for name, inside in module.named_modules()}
         by_problem = {}

@@ -23,7 +23,7 @@ from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .bindings import Binding
+from .bindings import Binding, Reads
 from .copies import path_of
 from .parameters import weight_and_bias
 from .predicate import unsupported
@@ -188,9 +188,9 @@ class ConvNormActBinding(Binding):
                 reads.append((module, _ROLE_OF[name]))
         return reads
 
-    def usable(self, form: Form, root: nn.Module):
+    def usable(self, form: Form, root: nn.Module, reads: Reads):
         """See :meth:`.Binding.usable`. If the convolution may not be bypassed, there is no operation."""
-        wrong = dict(self.problems(form, root))
+        wrong = dict(self.problems(root, reads))
         if not wrong:
             return self, []
         fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)

@@ -14,7 +14,7 @@ from ..ops.common.module_state import ModuleState, submodules
 from ..ops.common.precision import autocast_dtype
 from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
-from .bindings import Binding, Problems
+from .bindings import Binding, Problems, Reads
 from .conv_module import activation_of
 from .parameters import CachedSettings, weights_and_biases
 
@@ -92,13 +92,13 @@ class _FFNBinding(Binding):
         """See :meth:`.Binding.reads`."""
         yield from modules_of_ffn(self.ffn)
 
-    def usable(self, form: Form, root: nn.Module):
+    def usable(self, form: Form, root: nn.Module, reads: Reads):
         """See :meth:`.Binding.usable`. Layers of other kinds are recomputed in the backward pass, if allowed."""
-        problems = problem_of_ffn(self.ffn) or self.problems(form, root)
+        problems = problem_of_ffn(self.ffn) or self.problems(root, reads)
         if not problems:
             return self, []
         again = _RecomputedBinding(self.ffn.layers)
-        return (again, []) if not again.problems(form, root) else (None, problems)
+        return (again, []) if not again.problems(root, [*again.reads(form)]) else (None, problems)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

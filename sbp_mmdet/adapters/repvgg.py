@@ -9,6 +9,7 @@ from ..ops.common.precision import autocast_dtype
 from ..ops.conv_norm_act import conv_norm
 from ..presets import Settings
 from .base import LeanModule, adapter
+from .bindings import Reads
 from .conv_module import ConvNormActBinding
 
 __all__ = ['ConvNormBranchBinding', 'LeanRepVGGBlock']
@@ -39,9 +40,9 @@ class ConvNormBranchBinding(ConvNormActBinding):
         yield self.holder, 'convolution and norm'
         yield from super().reads(form)
 
-    def usable(self, form: Form, root: nn.Module):
+    def usable(self, form: Form, root: nn.Module, reads: Reads):
         """See :meth:`.Binding.usable`. The branch runs its own code if anything of it is unknown."""
-        problems = self.problems(form, root)
+        problems = self.problems(root, reads)
         return (None, problems) if problems else (self, [])
 
 
