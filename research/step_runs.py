@@ -129,7 +129,7 @@ def measure_steps(
     note=lambda row: None,
     **case,
 ):
-    """Measure whole training steps by preset, on the same batch and the same weights, which stay as they are.
+    """Measure whole training steps by preset, on the same batch and the same weights, which do not change.
 
     Args:
         config (Config): Config of the detector.

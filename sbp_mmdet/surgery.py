@@ -69,7 +69,7 @@ _MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 @functools.cache
 def _mixed_class(mixin, kind):
-    """Return the class of a pair. It is made once, because torch.compile compiles each class of modules anew.
+    """Return the class that joins a mixin and a class. It is made once: torch.compile compiles for each class.
 
     Its bases are those of the user's class as well, as mmengine's ``init_cfg`` initialises layers by the names of their
     class and its bases. A runner does so after its hooks have changed the model.

@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether they differ by more than 5 %."""
+        """Whether the estimate and the measurement differ by more than 5 %."""
         return not _NEAR[0] <= self.ratio <= _NEAR[1]
 
 

@@ -202,7 +202,7 @@ def _find_inputs(args, config, batch, size):
 
 
 def _count_boxes(args, inputs, images):
-    """Return the number of boxes in each of so many images: as given, of the annotations, or as in COCO."""
+    """Return the number of boxes in each image of a batch: the one given, or that of the annotations or of COCO."""
     boxes = inputs.boxes if args.boxes is None else args.boxes
     return count_crowded_boxes(images) if boxes is None else boxes
 

@@ -154,7 +154,7 @@ def _samples_in(value) -> Iterator[DetDataSample]:
 
 
 def _read(dataset, images):
-    """Return samples of a copy of a data set; random states stay as they are."""
+    """Read samples from a copy of a data set, with random states that are restored afterwards."""
     dataset = blank_copy(dataset, 3, None, blank=False, pack=True)
     with seeded_generators():
         return [dataset[i] for i in images]
