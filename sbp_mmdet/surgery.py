@@ -151,6 +151,7 @@ def refuse_tracing(module: nn.Module, args) -> None:
 
 
 def _compose(kind, fronts, derived=()):
+    """Reverse :func:`_decompose`: return the user's class with mixins in front and with the classes derived later."""
     inner = kind
     for front in reversed(fronts):
         kind = _mixed_class(front, kind)
