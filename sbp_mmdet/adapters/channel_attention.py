@@ -35,7 +35,7 @@ class LeanChannelAttention(LeanModule):
 
 @adapter(*(kind for kind in ROLES['activation'] if kind is not nn.ReLU))
 class LeanActivation(LeanModule):
-    """Activation of a map. A ReLU saves its output, which the next layer saves anyway, and has no adapter."""
+    """Activation of a map. ReLU has no adapter: it saves its output, which the next layer saves anyway."""
 
     dims = 4
     samples = has_reference = False

@@ -217,7 +217,7 @@ class BackwardPass:
         return dx, self._gradients()
 
     def _run_whole(self, x):
-        """Run the backward pass of all rows at a time, and return the gradient of the input."""
+        """Run the backward pass of all rows at once, and return the gradient of the input."""
         source, shape = self.saved.source if x is None else Stored(x), self.grad.shape
         if not self.folds:
             dx = self._add(self.grad, source)

@@ -330,7 +330,7 @@ class _Windows:
         return out.transpose(1, 2).reshape(self.tokens.shape)
 
     def backward(self, grad, scale):
-        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and that of B.
+        """Return the gradients of Q, K and V side by side, (N, P', 3 C), and that of the position bias B.
 
         Args:
             grad (Tensor): dO, shape (N, P', C).

@@ -226,7 +226,7 @@ class _Watch:
         return out
 
     def _list_counts(self, kind):
-        """Return the counts of saved bytes that a call belongs to: of 'now', 'before' and 'with_cp'.
+        """Return the counts to which a call adds its saved bytes: those of 'now', 'before' and 'with_cp'.
 
         A module that runs its blocks itself is counted instead of them, except for 'with_cp', where each block is a
         checkpoint.
