@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config
-from preflight import PreflightError, on_meta
+from preflight import PreflightError, build_on_meta
 
 __all__ = ['check_checkpoint', 'check_initial_weights', 'describe_damage', 'last_whole_checkpoint']
 
@@ -146,7 +146,7 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
 def _check_weights(weights, path, key, config, whole_run, all_weights):
     """Compare weights with the detector as mmengine loads them, including the hooks of the model that rename and
     resize."""
-    detector = on_meta(config)
+    detector = build_on_meta(config)
     if detector is None:
         return
     own = [name for name in detector.state_dict() if not name.endswith('num_batches_tracked')]
