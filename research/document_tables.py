@@ -325,7 +325,7 @@ def update_page(page: Path) -> tuple[str, list[str]]:
     Returns:
         tuple[str, list[str]]: The text of the page, and its changes, see :func:`update_table`.
     """
-    text, changes = page.read_text(), []
+    text, changes = page.read_text(encoding='utf-8'), []
     for name, heading, figure in TABLES:
         if ROOT / name == page:
             text, found = update_table(text, heading, figure)

@@ -48,7 +48,7 @@ def _too_long(*_):
 
 def read_rows(file: Path) -> dict[str, dict]:
     """Return the rows of a file, or none if it does not exist."""
-    return json.loads(file.read_text())['rows'] if file.exists() else {}
+    return json.loads(file.read_text(encoding='utf-8'))['rows'] if file.exists() else {}
 
 
 def sweep(file: Path, names: Iterable[str], compute: Callable[[str], dict], **more) -> dict[str, dict]:

@@ -220,8 +220,8 @@ def table(rows: list[dict]) -> str:
 
 def write(page: Path, text: str) -> None:
     """Put the table between its marks in a page."""
-    before, mark, rest = page.read_text().partition('<!-- results: issue_time -->\n')
-    page.write_text(f'{before}{mark}{text}\n<!-- end -->{rest.partition("<!-- end -->")[2]}')
+    before, mark, rest = page.read_text(encoding='utf-8').partition('<!-- results: issue_time -->\n')
+    page.write_text(f'{before}{mark}{text}\n<!-- end -->{rest.partition("<!-- end -->")[2]}', encoding='utf-8')
 
 
 def main() -> None:

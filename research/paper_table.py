@@ -95,7 +95,7 @@ def fill(path: Path, experiment: Experiment, measured: Mapping) -> str:
     def made(match):
         return f'{match[1]}{paper_table(experiment, measured, path.parent, bool(match[2]))}\n{match[3]}'
 
-    text, n = block.subn(made, path.read_text())
+    text, n = block.subn(made, path.read_text(encoding='utf-8'))
     if not n:
         raise ValueError(f'{path} has no marker for results of {experiment.name!r}, such as <!-- results: NAME -->')
     return text

@@ -140,7 +140,7 @@ def _relative(match):
 
 def _cpu_name():
     try:
-        with open('/proc/cpuinfo') as info:
+        with open('/proc/cpuinfo', encoding='utf-8') as info:
             return next(line.split(':')[1].strip() for line in info if line.startswith('model name'))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

@@ -61,7 +61,7 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
         return counter.peak / 1e6
     libc.malloc_trim(0)
     before = _status('VmRSS')
-    Path('/proc/self/clear_refs').write_text('5')  # the peak begins anew
+    Path('/proc/self/clear_refs').write_text('5', encoding='utf-8')  # the peak begins anew
     _loss(model, data).backward()
     return _status('VmHWM') - before
 
@@ -98,7 +98,7 @@ def _step(model, batch, size, boxes):
 
 
 def _status(key):
-    lines = Path('/proc/self/status').read_text().splitlines()
+    lines = Path('/proc/self/status').read_text(encoding='utf-8').splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024 / 1e6
 
 

@@ -83,7 +83,7 @@ _COLUMNS = (
 
 def append_line(file: Path, row: dict) -> None:
     """Append a line of JSON and wait until it is on the disk."""
-    with open(file, 'a') as lines:
+    with open(file, 'a', encoding='utf-8') as lines:
         lines.write('\n' + json.dumps(portable(row)))  # what a killed writer left of its line stands alone
         lines.flush()
         os.fsync(lines.fileno())

@@ -134,11 +134,11 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
         # The training holds the lock as well: it may outlive this process.
         options = dict(stderr=subprocess.STDOUT, env=os.environ | variables, pass_fds=[lock.fileno()])
         source = commit()  # what is imported now; somebody may commit while it trains
-        with open(folder / 'log.txt', 'a') as log:
+        with open(folder / 'log.txt', 'a', encoding='utf-8') as log:
             start = log.tell()
             done = subprocess.run(words, stdout=log, **options)
         if done.returncode:
-            with open(log.name, errors='replace') as text:
+            with open(log.name, encoding='utf-8', errors='replace') as text:
                 text.seek(start)
                 found = _ERROR.search(text.read())
             raise RuntimeError(f'a training failed{f": {found[1]}" if found else ""}; see {log.name}')
@@ -156,7 +156,7 @@ def run(training: Training, launcher: Launcher, threads: int | None = None) -> d
 def _alone(folder):
     """Lock a folder: two trainings in it would become one curve. If the process dies, the system releases the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / 'lock', 'w') as lock:
+    with open(folder / 'lock', 'w', encoding='utf-8') as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

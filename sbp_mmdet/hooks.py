@@ -9,7 +9,7 @@ from torch import nn
 from .apply import apply_settings, keep_ratios
 from .checkpointing import checkpoint_modules
 from .chunked_targets import targets_in_chunks
-from .presets import Settings, refuse_unknown_keys
+from .presets import Settings, parse_module_names, refuse_unknown_keys
 from .report import ReportingHook
 from .surgery import ModelHook, named_submodules, unwrapped
 
@@ -106,7 +106,7 @@ class CheckpointModulesHook(ModelHook):
             raise ValueError(
                 "CheckpointModulesHook needs modules, the names of submodules to checkpoint, such as modules=['neck']"
             )
-        self.modules = [modules] if isinstance(modules, str) else list(modules)
+        self.modules = list(parse_module_names(modules))
         self._looked = False
 
     def apply(self, model: nn.Module) -> str:

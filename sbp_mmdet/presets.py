@@ -9,7 +9,7 @@ from .ops.common.autograd_function import Form
 from .stochastic_backprop.config import SBPConfig
 from .stochastic_backprop.layers import thinned_layers
 
-__all__ = ['PRESETS', 'Preset', 'Settings', 'preset_named', 'refuse_unknown_keys']
+__all__ = ['PRESETS', 'Preset', 'Settings', 'parse_module_names', 'preset_named', 'refuse_unknown_keys']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +156,7 @@ class Settings(SBPConfig):
         if not (isinstance(self.verify, bool) or self.verify in ('all', 'raise')):
             raise ValueError(f"verify={self.verify!r} must be True, False, 'all' or 'raise'")
         if self.modules is not None:
-            names = [self.modules] if isinstance(self.modules, str) else self.modules
-            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"modules={names!r} must be a list of names of submodules, such as ['neck']")
-            object.__setattr__(self, 'modules', tuple(names))
+            object.__setattr__(self, 'modules', parse_module_names(self.modules))
 
     def layer_ratios(self, depths: Sequence[int], blocks: Sequence[int], from_end: bool = False) -> dict[tuple, float]:
         """Return :func:`.layers.thinned_layers` for presets that drop positions, otherwise an empty dict.
@@ -173,6 +170,24 @@ class Settings(SBPConfig):
             dict[tuple, float]: Keep ratios by layer, ``(stage, block)`` or ``(stage, 'downsample')``.
         """
         return thinned_layers(self, depths, blocks, from_end) if self.preset.thins else {}
+
+
+def parse_module_names(modules: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of submodules that a hook's ``modules`` lists.
+
+    Args:
+        modules (str | Sequence[str]): A name, or several.
+
+    Returns:
+        tuple[str, ...]: The names.
+
+    Raises:
+        ValueError: If they are no strings.
+    """
+    names = [modules] if isinstance(modules, str) else modules
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"modules={names!r} must be a list of names of submodules, such as ['neck']")
+    return tuple(names)
 
 
 def refuse_unknown_keys(where: str, keys: Iterable[str], known: Sequence[str]) -> None:

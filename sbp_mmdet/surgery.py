@@ -244,11 +244,19 @@ def named_submodules(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple
         modules (Sequence[str]): Names of submodules. A list of modules means each of its members.
 
     Yields:
-        tuple[str, nn.Module]: Name and submodule.
+        tuple[str, nn.Module]: Name and submodule; each submodule once, if it is named twice.
 
     Raises:
         ValueError: If the model has no such submodule, or none is named.
     """
+    seen = set()
+    for name, module in _named(model, modules):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+
+
+def _named(model, modules):
     if not modules or '' in modules:
         raise ValueError(f"modules={list(modules)} must name submodules of the model, such as 'neck'")
     for name in modules:

@@ -116,6 +116,17 @@ def test_the_hook_names_what_is_missing(nets):
         hook.apply(nets[0])
 
 
+@pytest.mark.parametrize('modules', [3, [1], dict(neck=1)])
+def test_the_hook_takes_names(modules):
+    with pytest.raises(ValueError, match=r"modules=.* must be a list of names of submodules, such as \['neck'\]"):
+        HOOKS.build(dict(type='CheckpointModulesHook', modules=modules))
+
+
+def test_a_module_that_is_named_twice_is_checkpointed_once(nets):
+    assert checkpoint_modules(nets[0], ['neck', 'heads', 'neck', 'heads.0'])[:1] == ['neck']
+    assert sum(kind.__name__ == 'Checkpointed' for kind in type(nets[0].neck).__mro__) == 1
+
+
 def test_what_is_never_called_is_refused_or_warned_of(nets, caplog):
     class Head(BaseRoIHead):
         def __init__(self):

@@ -213,6 +213,20 @@ def test_where_a_package_is_missing_a_size_will_do(project, capsys, monkeypatch)
     assert 'RuntimeError: albumentations is not installed' in said and said.endswith(REMEDY)
 
 
+@pytest.mark.parametrize(
+    ('text', 'said'),
+    [('[]', "AssertionError: annotation file format <class 'list'>"), ('{"images": [', 'JSONDecodeErr')],
+)
+@pytest.mark.parametrize('words', [('plan', *PLAN), ('rehearse',)])
+def test_the_annotation_file_that_cannot_be_read_is_named(words, text, said, project, tmp_path, capsys):
+    path = project(line=f'model = dict(backbone=dict(init_cfg=None))\n{ALONE}')
+    (tmp_path / 'a.json').write_text(text)
+    line = line_of(capsys, words[0], path, *words[1:])
+    assert said in line and line.endswith(
+        f'; this happened while {tmp_path}/a.json was read: look at that file, or name another in ann_file'
+    )
+
+
 def test_classes_that_the_file_does_not_have(project, tmp_path, capsys):
     path = project(
         line="train_dataloader['dataset'].update(metainfo=dict(classes=('cup', 'plate')), filter_cfg=dict("

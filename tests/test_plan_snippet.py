@@ -1,6 +1,7 @@
 """The lines that the planner prints turn a config of any style into the variant."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -122,6 +123,14 @@ def test_trials_of_cudnn_are_turned_off(tmp_path, variant):
     pasted = Config.fromfile(tmp_path / 'pasted.py', import_custom_modules=False)
     assert pasted.env_cfg == dict(cudnn_benchmark=False, dist_cfg=dict(backend='nccl'))
     assert (pasted.custom_hooks == config.custom_hooks) == (variant == module.OWN)
+
+
+def test_a_config_is_read_in_the_encoding_that_mmengine_reads(tmp_path, monkeypatch):
+    """Python's default is that of the locale, such as Latin-1 or ASCII."""
+    (tmp_path / 'child.py').write_text(f'# 网络 é\n{OWN}', encoding='utf-8')
+    config, read = load_config(tmp_path / 'child.py'), Path.read_text
+    monkeypatch.setattr(Path, 'read_text', lambda path, encoding='ascii', errors=None: read(path, encoding, errors))
+    assert "preset='exact'" in snippet(config, 'exact')
 
 
 def test_names_of_functions_and_comprehensions_are_not_the_configs(tmp_path):

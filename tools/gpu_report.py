@@ -50,7 +50,7 @@ def _run(part, out, words, end, rehearse):
     variables = dict(os.environ, SBP_TEST_DEVICE='cpu' if rehearse else 'cuda')
     if not part.timed:  # beside others
         variables.setdefault('OMP_NUM_THREADS', '2')
-    with open(out / f'{part.name}.log', 'a') as log:
+    with open(out / f'{part.name}.log', 'a', encoding='utf-8') as log:
         for text in part.commands:
             found = [words.get(word[1:-1]) or [word.replace('{out}', str(out))] for word in text.split()]
             # A group of its own: workers of a data loader and compilers end with it.

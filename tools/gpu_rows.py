@@ -14,7 +14,7 @@ __all__ = ['lines_of', 'missing', 'read_rows', 'rows_to_run']
 def lines_of(file: Path) -> list[dict]:
     """Read the complete lines of a file; a line that a killed process left unfinished is skipped."""
     lines = []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in file.read_text(encoding='utf-8').splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return lines

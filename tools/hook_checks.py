@@ -6,6 +6,7 @@ Nothing here imports sbp_mmdet: whether the config does is one of the checks.
 import contextlib
 import copy
 import difflib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from mmengine.registry import init_default_scope
 __all__ = ['check_hooks', 'class_name', 'dicts', 'given', 'build_on_meta', 'warn', 'warn_if_unused', 'with_our_import']
 
 given = []  # warnings of this run
-_OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook')
+_OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook', 'RehearseHook')
 
 
 def check_hooks(config):
@@ -52,12 +53,13 @@ def check_hooks(config):
             )
         try:
             hook = HOOKS.build({key: value for key, value in hook.items() if key != 'priority'})
-            if detector := build_on_meta(config):
+            if name != 'RehearseHook' and (detector := build_on_meta(config)):  # which changes nothing
                 hook.apply(detector)
         except (TypeError, ValueError) as error:
             text = f'{error}'.removeprefix(f'{name}: ')
             raise PreflightError(f'{config.filename}, custom_hooks, {name}: {text}') from error
         ours += [hook] if name == 'LeanHook' else []
+    _check_priorities(config, hooks)
     if ours:
         from sbp_mmdet.plan.config_checks import find_dropped_hooks  # noqa: PLC0415  the config has imported it
 
@@ -70,6 +72,17 @@ def check_hooks(config):
             refuse_two_changes(config, ours)
         except ValueError as error:
             raise PreflightError(f'{config.filename}: {error}') from error
+
+
+def _check_priorities(config, hooks):
+    if 'sbp_mmdet' not in sys.modules:  # the config has not imported it
+        return
+    from sbp_mmdet.plan.config_keys import refuse_bad_priorities  # noqa: PLC0415
+
+    try:
+        refuse_bad_priorities(hooks)
+    except ValueError as error:
+        raise PreflightError(f'{config.filename}: {error}') from error
 
 
 def _plain(node):
@@ -92,7 +105,7 @@ def warn_if_unused(config):
     """Warn if a config imports this package but does not use it, for example because a key is misspelt."""
     ours = [*dicts(config.get('model')), *(config.get('custom_hooks') or []), *dicts(config.get('optim_wrapper'))]
     kinds = [*map(class_name, ours)]
-    used = any(kind in (*_OWN_HOOKS, 'RehearseHook') or kind.startswith('SBP') or '8bit' in kind for kind in kinds)
+    used = any(kind in _OWN_HOOKS or kind.startswith('SBP') or '8bit' in kind for kind in kinds)
     if 'sbp_mmdet' not in _imported(config) or used:
         return
     near = difflib.get_close_matches('custom_hooks', [key for key in config if key != 'custom_hooks'], n=1, cutoff=0.8)

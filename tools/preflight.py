@@ -20,6 +20,7 @@ from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.runner import Runner
+from runner_checks import check_launcher, check_runner_keys
 from torch.utils.data import DataLoader
 
 __all__ = [
@@ -95,6 +96,7 @@ def check_arguments(config: Config, args: Namespace) -> None:
         PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, ``--amp`` on a CPU, a work
             directory that cannot be made, or a file for predictions that is not named as a pickle.
     """
+    check_launcher(getattr(args, 'launcher', 'none'))
     scaling = config.get('auto_scale_lr') or {}
     if getattr(args, 'auto_scale_lr', False) and not {'enable', 'base_batch_size'} <= set(scaling):
         raise PreflightError(
@@ -124,6 +126,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
     Raises:
         PreflightError: For the first bad input.
     """
+    check_runner_keys(config, splits)
     check_backbone(config)
     check_hooks(config)
     warn_if_unused(config)

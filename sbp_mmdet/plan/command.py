@@ -10,11 +10,13 @@ sbp-mmdet check                         whether this environment can train: vers
 
 import argparse
 import contextlib
+import errno
 import functools
 import json
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -49,6 +51,7 @@ from .verify import add_verify
 
 __all__ = ['main']
 
+_OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Warnings of mmdet's and mmcv's code, which the user cannot act upon.
 _OF_LIBRARIES = ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False', 'In MMCV v')
 
@@ -59,6 +62,34 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments (list[str] | None): Arguments of the command line. If ``None``, those of the process. Default: None.
     """
+    try:
+        try:
+            _run_command(arguments)
+        finally:
+            sys.stdout.flush()  # here, where its errors are caught
+    except KeyboardInterrupt:
+        end_progress()
+        print('sbp-mmdet: interrupted', file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # whoever read the answer has seen enough
+        _discard_stdout()
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno not in _OF_FULL_DISKS:
+            raise
+        _discard_stdout()
+        where = error.filename or 'the answer'
+        print(f'sbp-mmdet: error: {where} cannot be written: {error.strerror}; make room there', file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _discard_stdout():
+    """Let what is left of the answer go nowhere, because Python writes it once more when the process ends."""
+    with open(os.devnull, 'w', encoding='utf-8') as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+
+
+def _run_command(arguments):
     parser = Parser('sbp-mmdet', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     metavar = 'plan | rehearse | report | verify | check'
     verbs = parser.add_subparsers(required=True, dest='verb', metavar=metavar)

@@ -18,6 +18,7 @@ from mmengine.runner import Runner
 from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_class, model_hooks
 from .backbone_checks import check_backbones, is_ours
+from .config_keys import refuse_bad_priorities, refuse_missing_scope
 from .transforms import name_of
 
 __all__ = [
@@ -125,6 +126,8 @@ def check_config(config: Config) -> None:
     for hook in hooks:
         if not isinstance(hook, dict) or 'type' not in hook:
             raise ValueError(f"custom_hooks: {hook!r} must be a dict with a type, for example dict(type='LeanHook')")
+    refuse_bad_priorities(hooks)
+    refuse_missing_scope(config)
     for name, hook in (config.get('default_hooks') or {}).items():
         if isinstance(hook, dict) and hook.get('type') and isinstance(kind := hook_class(hook), type):
             if issubclass(kind, ModelHook):

@@ -10,11 +10,19 @@ from pathlib import Path
 import mmdet.registry
 from mmengine.config import Config
 from mmengine.registry import Registry
-from mmengine.runner import Runner
+from mmengine.runner import Priority, Runner, get_priority
 
 from .config_files import find_config_file, find_similar_config
 
-__all__ = ['describe_bad_override', 'describe_mistake', 'scope_of', 'shorten_names', 'values_in']
+__all__ = [
+    'describe_bad_override',
+    'describe_mistake',
+    'refuse_bad_priorities',
+    'refuse_missing_scope',
+    'scope_of',
+    'shorten_names',
+    'values_in',
+]
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -86,6 +94,50 @@ def scope_of(config: Config) -> str:
     return str(config.get('default_scope') or 'mmdet')
 
 
+def refuse_bad_priorities(hooks: Sequence[dict]) -> None:
+    """Refuse priorities of hooks that mmengine does not know, and reports by a ``KeyError`` of the name alone.
+
+    Args:
+        hooks (Sequence[dict]): ``custom_hooks`` of a config.
+
+    Raises:
+        ValueError: For the first one.
+    """
+    for i, hook in enumerate(hooks):
+        try:
+            get_priority(hook.get('priority') or 'NORMAL')
+        except (KeyError, TypeError, ValueError):
+            names = ', '.join(repr(one.name) for one in Priority)
+            raise ValueError(
+                f'custom_hooks.{i}.priority={hook["priority"]!r} is unknown; write one of {names}, or a whole number '
+                'from 0 to 100'
+            ) from None
+
+
+def refuse_missing_scope(config: Config) -> None:
+    """Refuse a config for a toolbox that is not installed, whose classes mmengine would look for elsewhere.
+
+    Args:
+        config (Config): A config whose modules in ``custom_imports`` were imported.
+
+    Raises:
+        ValueError: If neither a package nor a registry has the name of ``default_scope``.
+    """
+    if text := _describe_missing_scope(config):
+        raise ValueError(f'model.type={config.model.get("type")!r}: {text}')
+
+
+def _describe_missing_scope(config):
+    """Return that the toolbox of a config is not installed, with the remedy, or ``None`` if it is."""
+    scope = scope_of(config)
+    if importlib.util.find_spec(scope.partition('.')[0]) or scope in mmdet.registry.MODELS.root.children:
+        return None
+    return (
+        f'this is a config for {scope} (default_scope={scope!r}), which is not installed; install it, or give a config '
+        'for mmdet'
+    )
+
+
 def shorten_names(names: Sequence[str]) -> str:
     """Return the first ten of some names, and the number of the others.
 
@@ -140,14 +192,12 @@ def _describe_unknown_class(config, name, registry):
     package = name.partition('.')[0] if '.' in name else ''
     if package and importlib.util.find_spec(package) is None:  # a config may import it if it is there
         return f'{key}={name!r} is a class of {package}, which is not installed; install it'
-    scope = scope_of(config)
-    if importlib.util.find_spec(scope.partition('.')[0]) is None:
-        return (
-            f'{key}={name!r}: this is a config for {scope} (default_scope={scope!r}), which is not installed; install '
-            'it, or give a config for mmdet'
-        )
+    if text := _describe_missing_scope(config):
+        return f'{key}={name!r}: {text}'
     near = difflib.get_close_matches(name.rpartition('.')[2], _registered(registry), n=1)
     remedy = f'did you mean {near[0]!r}?' if near else 'import its module by custom_imports'
+    if near and near[0] == name:  # which mmengine looked for in its own registry
+        remedy = "mmdet has it; write default_scope = 'mmdet' in the config"
     return f'{key}={name!r} is not registered; {remedy}'
 
 

@@ -43,6 +43,7 @@ __all__ = [
     'build_training',
     'clear_caches',
     'measure_detector',
+    'refuse_unknown_optimizer',
 ]
 
 
@@ -217,21 +218,29 @@ def build_detector(config: Config, device: str):
     with quiet():  # optimizer wrapper constructors log the name of every parameter
         try:
             wrapper = build_optim_wrapper(model, cfg)
-        except TypeError as error:
-            _refuse_unknown_optimizer(cfg, error)
+        except TypeError:
+            refuse_unknown_optimizer(cfg)
             raise
     return model, wrapper
 
 
-def _refuse_unknown_optimizer(cfg, error):
-    """Raise an error that names the optimizer if it is in no registry, which mmengine reports as 'None'."""
-    kind = (cfg.get('optimizer') or {}).get('type')
+def refuse_unknown_optimizer(cfg: dict) -> None:
+    """Raise an error that names the optimizer if it is in no registry, which mmengine reports as 'None'.
+
+    Args:
+        cfg (dict): Config of an optimizer wrapper.
+
+    Raises:
+        ValueError: If the optimizer is unknown.
+    """
+    optimizer = cfg.get('optimizer')
+    kind = optimizer.get('type') if isinstance(optimizer, dict) else None
     with OPTIMIZERS.switch_scope_and_registry(None) as registry:
         if isinstance(kind, str) and registry.get(kind) is None:
             raise ValueError(
                 f"optim_wrapper.optimizer.type='{kind}' is not registered; write the name of one of torch's, such as "
                 "'AdamW', or import its module by custom_imports"
-            ) from error
+            )
 
 
 def _without_weights(cfg):

@@ -49,7 +49,7 @@ def describe_error(error: Exception) -> str:
     if _says_no_images(error):
         return f'its data set {_describe_no_images(error)}'
     name, text, where = _class_text_and_place(error)
-    return f'{name}{text and ": "}{text} ({where})'
+    return f'{name}{text and ": "}{text} ({where}){_describe_read_file(error)}'
 
 
 def describe_data_error(what: str, error: Exception, config: Config) -> str:
@@ -70,7 +70,7 @@ def describe_data_error(what: str, error: Exception, config: Config) -> str:
     name, text, where = _class_text_and_place(error)
     text = text if _message_of(error) else f'{text}, {where}'
     transform = _find_transform(error)
-    return f'{what} here ({transform and f"{transform}: "}{name}: {text})'
+    return f'{what} here ({transform and f"{transform}: "}{name}: {text}){_describe_read_file(error)}'
 
 
 def _find_remedy(error):
@@ -139,6 +139,15 @@ def _find_transform(error):
 def _variables_of_frames(error) -> Iterator[dict]:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         yield frame.f_locals
+
+
+def _describe_read_file(error):
+    """Return which annotation file a data set was reading when an error was raised, or an empty text."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = getattr(frame.f_locals.get('self'), 'ann_file', None)
+        if frame.f_code.co_name == 'load_data_list' and isinstance(file, str) and file:
+            return f'; this happened while {file} was read: look at that file, or name another in ann_file'
+    return ''
 
 
 def _says_no_images(error):

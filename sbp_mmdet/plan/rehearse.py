@@ -16,6 +16,7 @@ from mmengine.dist import all_reduce, get_world_size
 from mmengine.hooks import Hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..presets import refuse_unknown_keys
 from ..surgery import unwrapped
 from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verification_off
@@ -40,6 +41,7 @@ class RehearseHook(Hook):
         stop (bool): Whether to end the program after the rehearsal, for ``sbp-mmdet rehearse``. Default: False.
 
     Raises:
+        ValueError: If a key is unknown or a value invalid.
         DoesNotFit: When training begins and the largest batch does not fit. The message names the batch, the memory
             that it needs, and a variant of the config that fits.
 
@@ -49,7 +51,14 @@ class RehearseHook(Hook):
 
     priority = 'VERY_LOW'  # behind hooks that change the model
 
-    def __init__(self, budget: str | None = None, stop: bool = False):
+    def __init__(self, budget: str | None = None, stop: bool = False, **unknown):
+        from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
+
+        refuse_unknown_keys('RehearseHook', unknown, ['budget', 'stop'])
+        if budget is not None:
+            parse_bytes(budget)  # now, because the data are read before the training begins
+        if not isinstance(stop, bool):
+            raise ValueError(f'stop={stop!r} must be True or False')
         self.budget, self.stop = budget, stop
 
     def before_train(self, runner) -> None:

@@ -8,6 +8,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 from .config_checks import add_config, refuse_strategies
+from .detector import refuse_unknown_optimizer
 from .errors import bad_input
 from .pages import describe_missing_backbone
 from .pipeline import CannotRun
@@ -57,6 +58,10 @@ def _rehearse(args: argparse.Namespace, config: Config) -> None:
             f'{args.config}: optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; rehearse '
             'on the GPU, or in fp32: --cfg-options optim_wrapper.type=OptimWrapper'
         )
+    try:
+        refuse_unknown_optimizer(config.optim_wrapper)
+    except ValueError as error:
+        raise ValueError(f'{args.config}: {error}') from error
     config.log_level = 'ERROR'  # stdout has the answer alone
     with tempfile.TemporaryDirectory() as folder:
         config.work_dir = folder

@@ -23,6 +23,8 @@ __all__ = ['SkipArithmetic']
 # Operations with fewer elements are computed: they cost little, and boxes are among them.
 _LARGE = 2**17
 _FACTORIES = ('zeros', 'new_zeros', 'zeros_like', 'ones', 'new_ones', 'full', 'new_full')
+# Memory that nothing was written to is zeros as well: what would write to it may be large, and is not computed then.
+_FACTORIES += ('empty', 'new_empty', 'empty_like', 'empty_strided', 'new_empty_strided')
 # Number of operations whose results are remembered. A step of a detector has some hundred of different shapes, and the
 # steps of its variants share most of them.
 _REMEMBERED = 2**14

@@ -93,7 +93,8 @@ class _Style:
             self.head = [f"_base_ = './{file.name}'"]
         else:
             self.lazy = Config._is_lazy_import(str(file))
-            symbols = symtable.symtable(file.read_text(), str(file), 'exec').get_symbols()  # of the module alone
+            text = file.read_text(encoding='utf-8')  # as mmengine reads it
+            symbols = symtable.symtable(text, str(file), 'exec').get_symbols()  # of the module alone
             stored = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
             self._names = set(config.keys()) if self.lazy else stored
             if self.lazy and 'site-packages' in file.parts:

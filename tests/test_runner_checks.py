@@ -1,0 +1,108 @@
+"""What mmengine's runner would end with a traceback about is a line of the training script."""
+
+import pytest
+from helpers import TOOLS  # noqa: F401  it puts tools/ on the path
+from mmdet.registry import HOOKS
+from mmengine.config import Config
+
+import sbp_mmdet
+from sbp_mmdet.plan.config_keys import describe_mistake, refuse_bad_priorities, refuse_missing_scope
+
+import hook_checks  # isort: skip
+from annotation_files import PreflightError  # isort: skip
+from runner_checks import check_launcher, check_runner_keys  # isort: skip
+
+LOOP = dict(
+    model=dict(type='DINO'),
+    train_dataloader=dict(batch_size=2, dataset=dict(type='CocoDataset')),
+    train_cfg=dict(type='EpochBasedTrainLoop', max_epochs=1),
+    optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+)
+
+
+def test_a_config_without_validation_is_right():
+    check_runner_keys(Config(dict(LOOP, val_cfg=None)), ('train', 'val'))
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (dict(model='DINO'), "model='DINO' must be a dict"),
+        (dict(model=None), 'model=None must be a dict'),
+        (dict(train_dataloader=None), 'has no train_dataloader; add what is missing'),
+        (dict(train_cfg=None, optim_wrapper=None), 'has no train_cfg and no optim_wrapper'),
+        (
+            dict(val_cfg=dict(type='ValLoop')),
+            'has no val_dataloader and no val_evaluator; .* set val_cfg to None to leave this loop out',
+        ),
+        (dict(train_dataloader=dict(batch_size='2')), "train_dataloader.batch_size='2' must be a whole number"),
+        (dict(train_dataloader=dict(batch_size=0)), 'train_dataloader.batch_size=0 must be a whole number of 1'),
+        (dict(train_dataloader=dict(batch_size=True)), 'train_dataloader.batch_size=True must be a whole number of 1'),
+        (dict(train_dataloader=dict(dataset=dict(times=0, dataset={}))), 'train_dataloader.dataset.times=0 leaves no'),
+        (
+            dict(train_dataloader=dict(dataset=dict(dataset=dict(datasets=[])))),
+            r'train_dataloader.dataset.dataset.datasets=\[\] leaves no image',
+        ),
+    ],
+)
+def test_keys_of_the_runner(change, message):
+    with pytest.raises(PreflightError, match=message):
+        check_runner_keys(Config(dict(LOOP, **change)), ('train', 'val'))
+
+
+@pytest.mark.parametrize(('launcher', 'name'), [('pytorch', 'RANK'), ('slurm', 'SLURM_PROCID'), ('mpi', 'OMPI_COMM')])
+def test_a_launcher_that_was_not_used(launcher, name, monkeypatch):
+    for variable in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'SLURM_PROCID', 'OMPI_COMM_WORLD_LOCAL_RANK'):
+        monkeypatch.delenv(variable, raising=False)
+    check_launcher('none')
+    with pytest.raises(PreflightError, match=f'--launcher {launcher}: .*{name}.* not in the environment; start'):
+        check_launcher(launcher)
+
+
+def test_a_launcher_that_was_used(monkeypatch):
+    for variable in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'):
+        monkeypatch.setenv(variable, '1')
+    check_launcher('pytorch')
+
+
+@pytest.mark.parametrize('priority', ['FIRST', 500, -1, 2.5, ['LOW']])
+def test_priorities_that_mmengine_does_not_know(priority):
+    hooks = [dict(type='LeanHook', priority=0), dict(type='LeanHook', priority=priority)]
+    refuse_bad_priorities([*hooks[:1], dict(type='LeanHook', priority='LOW'), dict(type='LeanHook', priority=None)])
+    with pytest.raises(ValueError, match=r'custom_hooks.1.priority=.* is unknown; write one of .*VERY_LOW'):
+        refuse_bad_priorities(hooks)
+    with pytest.raises(PreflightError, match=r'custom_hooks.1.priority='):
+        hook_checks._check_priorities(Config(dict()), hooks)
+
+
+@pytest.mark.parametrize(
+    ('keys', 'message'),
+    [
+        (dict(budget='lots'), "budget 'lots' cannot be read"),
+        (dict(budget=8), 'budget 8 cannot be read'),
+        (dict(stop='no'), "stop='no' must be True or False"),
+        (dict(budgt='8GiB'), "RehearseHook has an unknown key 'budgt'; did you mean 'budget'"),
+    ],
+)
+def test_settings_of_a_rehearsal(keys, message):
+    with pytest.raises(ValueError, match=message):
+        sbp_mmdet.RehearseHook(**keys)
+    config = Config(dict(custom_hooks=[dict(type='RehearseHook', **keys)], model=dict(type='DINO')))
+    with pytest.raises(PreflightError, match=message):
+        hook_checks.check_hooks(config)
+
+
+def test_a_toolbox_that_is_not_installed():
+    for scope in ('mmdet', None, 'mmengine'):
+        refuse_missing_scope(Config(dict(model={}, default_scope=scope)))
+    with pytest.raises(ValueError, match=r"a config for mmyolo \(default_scope='mmyolo'\), which is not installed"):
+        refuse_missing_scope(Config(dict(model=dict(type='YOLODetector'), default_scope='mmyolo')))
+
+
+def test_a_class_of_mmdet_without_its_scope():
+    """The remedy is not the name that is there already."""
+    config = Config(dict(custom_hooks=[dict(type='MeanTeacherHook')]))
+    error = KeyError('MeanTeacherHook is not in the mmengine::hook registry. Please check ...')
+    assert HOOKS.get('MeanTeacherHook') is not None
+    said = describe_mistake(config, error)
+    assert said.endswith("mmdet has it; write default_scope = 'mmdet' in the config") and 'did you mean' not in said

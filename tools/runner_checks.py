@@ -1,0 +1,80 @@
+"""Checks of the keys of a config that mmengine's runner reads, and of the variables that a launcher sets.
+
+Nothing here imports sbp_mmdet, see :mod:`preflight`.
+"""
+
+import os
+
+from annotation_files import PreflightError
+from mmengine.config import Config
+
+__all__ = ['check_launcher', 'check_runner_keys']
+
+_VARIABLES = {
+    'pytorch': (('RANK', 'LOCAL_RANK', 'WORLD_SIZE'), 'tools/dist_train.sh or torchrun'),
+    'slurm': (('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_NODELIST'), 'tools/slurm_train.sh or srun'),
+    'mpi': (('OMPI_COMM_WORLD_LOCAL_RANK',), 'mpirun'),
+}
+_OF_LOOPS = dict(
+    train=('train_dataloader', 'train_cfg', 'optim_wrapper'),
+    val=('val_dataloader', 'val_cfg', 'val_evaluator'),
+    test=('test_dataloader', 'test_cfg', 'test_evaluator'),
+)
+
+
+def check_launcher(launcher: str) -> None:
+    """Check that the program which starts distributed processes has set its variables.
+
+    Args:
+        launcher (str): Value of ``--launcher``.
+
+    Raises:
+        PreflightError: If a variable is missing; mmengine would end with a ``KeyError`` of its name.
+    """
+    names, programs = _VARIABLES.get(launcher, ((), ''))
+    if missing := [name for name in names if name not in os.environ]:
+        raise PreflightError(
+            f'--launcher {launcher}: {", ".join(missing)} not in the environment; start the processes by {programs}, '
+            'or leave --launcher out for a single one'
+        )
+
+
+def check_runner_keys(config: Config, splits: tuple[str, ...]) -> None:
+    """Check that what a loop needs is there and of the right kind.
+
+    Args:
+        config (Config): The config.
+        splits (tuple[str, ...]): Loops that are run: 'train', 'val', 'test'.
+
+    Raises:
+        PreflightError: If the model is no dict, a loop has some of its keys only, a batch size is no whole number of 1
+            or more, or a wrapper of data sets holds none.
+    """
+    if not isinstance(config.get('model'), dict):
+        raise PreflightError(
+            f"{config.filename}: model={config.get('model')!r} must be a dict such as dict(type='DINO')"
+        )
+    for split in splits:
+        keys = _OF_LOOPS[split]
+        missing = [key for key in keys if config.get(key) is None]
+        if missing and (split == 'train' or len(missing) < len(keys)):
+            given = [key for key in keys if key not in missing]
+            instead = '' if split == 'train' else f', or set {", ".join(given)} to None to leave this loop out'
+            raise PreflightError(f'{config.filename} has no {" and no ".join(missing)}; add what is missing{instead}')
+        loader = config.get(f'{split}_dataloader')
+        if isinstance(loader, dict):
+            _check_loader(loader, f'{split}_dataloader')
+
+
+def _check_loader(loader, key):
+    batch = loader.get('batch_size', 1)
+    if type(batch) is not int or batch < 1:
+        raise PreflightError(f'{key}.batch_size={batch!r} must be a whole number of 1 or more')
+    dataset, key = loader.get('dataset'), f'{key}.dataset'
+    while isinstance(dataset, dict):
+        times, inner = dataset.get('times', 1), dataset.get('datasets', True)
+        if type(times) is int and times < 1:  # a sampler would look for an image for ever
+            raise PreflightError(f'{key}.times={times} leaves no image; write 1 or more')
+        if inner == []:
+            raise PreflightError(f'{key}.datasets=[] leaves no image; name one data set or more')
+        dataset, key = dataset.get('dataset'), f'{key}.dataset'
