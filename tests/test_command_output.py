@@ -67,3 +67,9 @@ def test_an_interruption(tmp_path):
     with open(os.devnull, 'w') as nowhere:
         code, said = run_with(nowhere.fileno(), tmp_path, waits=True)
     assert (code, said) == (128 + signal.SIGINT, 'builds\nsbp-mmdet: interrupted\n')
+
+
+def test_a_process_without_stdout(monkeypatch):
+    """Python sets ``sys.stdout`` to ``None`` if it was closed before the process began."""
+    monkeypatch.setattr(sys, 'stdout', None)
+    command.main(['report', RETINA])

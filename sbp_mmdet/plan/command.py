@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             _run_command(arguments)
         finally:
-            sys.stdout.flush()  # here, where its errors are caught
+            print(end='', flush=True)  # here, where its errors are caught; there may be no stdout at all
     except KeyboardInterrupt:
         end_progress()
         print('sbp-mmdet: interrupted', file=sys.stderr)
