@@ -10,7 +10,7 @@ from sbp_mmdet.plan.config_keys import describe_mistake, refuse_bad_priorities, 
 
 import hook_checks  # isort: skip
 from annotation_files import PreflightError  # isort: skip
-from runner_checks import check_launcher, check_runner_keys  # isort: skip
+from runner_checks import check_launcher, check_optimizer, check_runner_keys  # isort: skip
 
 LOOP = dict(
     model=dict(type='DINO'),
@@ -48,6 +48,15 @@ def test_a_config_without_validation_is_right():
 def test_keys_of_the_runner(change, message):
     with pytest.raises(PreflightError, match=message):
         check_runner_keys(Config(dict(LOOP, **change)), ('train', 'val'))
+
+
+@pytest.mark.parametrize('arguments', [dict(lr='0.01'), dict(lr=-1), dict(lrr=0.1), dict(lr=0.1, momentum='0.9')])
+def test_arguments_that_an_optimizer_does_not_accept(arguments):
+    check_optimizer(Config(LOOP))
+    optimizer = dict(type='SGD', **arguments)
+    key, value = [*arguments.items()][-1]
+    with pytest.raises(PreflightError, match=rf'optim_wrapper.optimizer: SGD does not accept .*{key}={value!r} \('):
+        check_optimizer(Config(dict(LOOP, optim_wrapper=dict(optimizer=optimizer))))
 
 
 @pytest.mark.parametrize(('launcher', 'name'), [('pytorch', 'RANK'), ('slurm', 'SLURM_PROCID'), ('mpi', 'OMPI_COMM')])

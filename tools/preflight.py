@@ -16,11 +16,11 @@ from pathlib import Path
 from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations, check_training_images, shortened
 from hook_checks import build_on_meta, check_hooks, class_name, dicts, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS, MODELS, OPTIMIZERS, TRANSFORMS
+from mmdet.registry import DATASETS, MODELS, TRANSFORMS
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.runner import Runner
-from runner_checks import check_launcher, check_runner_keys
+from runner_checks import check_launcher, check_optimizer, check_runner_keys
 from torch.utils.data import DataLoader
 
 __all__ = [
@@ -132,7 +132,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
     warn_if_unused(config)
     if 'train' in splits:
         _check_channels(config)
-        _check_optimizer(config.get('optim_wrapper') or {})
+        check_optimizer(config)
     for split in splits:
         _check_dataloader(config, split)
         needed = TEST_KEYS if split == 'test' else KEYS
@@ -223,19 +223,6 @@ def _check_num_classes(config, labels, known):
                     f'class{"es" if known > 1 else ""}: CocoMetric raises an IndexError at the first detection of any '
                     f'other class; set num_classes={known} in every head of the model'
                 )
-
-
-def _check_optimizer(wrapper):
-    """Check the optimizer, which mmengine would refuse with a traceback after reading the data."""
-    if class_name(wrapper) == 'AmpOptimWrapper' and get_device() == 'cpu':
-        raise PreflightError(
-            'optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; on a CPU add '
-            '--cfg-options optim_wrapper.type=OptimWrapper'
-        )
-    name = (wrapper.get('optimizer') or {}).get('type')
-    if isinstance(name, str) and OPTIMIZERS.get(name) is None:
-        needs = ': pip install bitsandbytes' if '8bit' in name else '; name its module in custom_imports'
-        raise PreflightError(f'optim_wrapper.optimizer: no optimizer is registered as {name!r}{needs}')
 
 
 def _check_channels(config):

@@ -5,10 +5,14 @@ Nothing here imports sbp_mmdet, see :mod:`preflight`.
 
 import os
 
+import torch
 from annotation_files import PreflightError
+from hook_checks import class_name
+from mmdet.registry import OPTIMIZERS
 from mmengine.config import Config
+from mmengine.device import get_device
 
-__all__ = ['check_launcher', 'check_runner_keys']
+__all__ = ['check_launcher', 'check_optimizer', 'check_runner_keys']
 
 _VARIABLES = {
     'pytorch': (('RANK', 'LOCAL_RANK', 'WORLD_SIZE'), 'tools/dist_train.sh or torchrun'),
@@ -78,3 +82,39 @@ def _check_loader(loader, key):
         if inner == []:
             raise PreflightError(f'{key}.datasets=[] leaves no image; name one data set or more')
         dataset, key = dataset.get('dataset'), f'{key}.dataset'
+
+
+def check_optimizer(config: Config) -> None:
+    """Check the optimizer, which mmengine would refuse with a traceback after reading the data.
+
+    Args:
+        config (Config): The config.
+
+    Raises:
+        PreflightError: For mixed precision without a GPU, and for an optimizer that is not registered or, if it is one
+            of torch's, does not accept its arguments.
+    """
+    wrapper = config.get('optim_wrapper') or {}
+    if class_name(wrapper) == 'AmpOptimWrapper' and get_device() == 'cpu':
+        raise PreflightError(
+            'optim_wrapper: AmpOptimWrapper (mixed precision) needs a GPU, and none is there; on a CPU add '
+            '--cfg-options optim_wrapper.type=OptimWrapper'
+        )
+    optimizer = wrapper.get('optimizer') or {}
+    name = optimizer.get('type')
+    kind = OPTIMIZERS.get(name) if isinstance(name, str) else name
+    if kind is None and name is not None:
+        needs = ': pip install bitsandbytes' if '8bit' in name else '; name its module in custom_imports'
+        raise PreflightError(f'optim_wrapper.optimizer: no optimizer is registered as {name!r}{needs}')
+    if kind is None or not kind.__module__.startswith('torch.optim.'):
+        return
+    arguments = {key: value for key, value in optimizer.items() if key not in ('type', '_scope_')}
+    try:
+        kind([torch.zeros(1, requires_grad=True)], **arguments)
+    except (TypeError, ValueError) as error:
+        given = ', '.join(f'{key}={value!r}' for key, value in arguments.items())
+        raise PreflightError(
+            f'optim_wrapper.optimizer: {class_name(optimizer)} does not accept {given} ({error}); correct that key'
+        ) from error
+    except RuntimeError:
+        pass  # fused optimizers of some versions of torch need parameters on a GPU
