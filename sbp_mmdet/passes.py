@@ -26,10 +26,10 @@ __all__ = [
     'SharesMaps',
     'attach_draws',
     'detach_draws',
-    'share_maps_within',
     'has_hooks_of_others',
     'is_known_inside',
     'of_known_library',
+    'share_maps_within',
 ]
 
 # Packages whose modules write to feature maps through autograd only.

@@ -74,7 +74,7 @@ def test_a_launcher_that_was_used(monkeypatch):
     check_launcher('pytorch')
 
 
-@pytest.mark.parametrize('priority', ['FIRST', 500, -1, 2.5, ['LOW']])
+@pytest.mark.parametrize('priority', ['FIRST', '', 500, -1, 2.5, ['LOW']])
 def test_priorities_that_mmengine_does_not_know(priority):
     hooks = [dict(type='LeanHook', priority=0), dict(type='LeanHook', priority=priority)]
     refuse_bad_priorities([*hooks[:1], dict(type='LeanHook', priority='LOW'), dict(type='LeanHook', priority=None)])

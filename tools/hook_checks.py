@@ -16,7 +16,7 @@ from mmdet_script import say
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-__all__ = ['check_hooks', 'class_name', 'dicts', 'given', 'build_on_meta', 'warn', 'warn_if_unused', 'with_our_import']
+__all__ = ['build_on_meta', 'check_hooks', 'class_name', 'dicts', 'given', 'warn', 'warn_if_unused', 'with_our_import']
 
 given = []  # warnings of this run
 _OWN_HOOKS = ('LeanHook', 'CheckpointModulesHook', 'TargetsInChunksHook', 'RehearseHook')

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader
 
 __all__ = [
     'PreflightError',
+    'build_on_meta',
     'check_arguments',
     'check_backbone',
     'check_config',
     'load_config',
-    'build_on_meta',
 ]
 
 

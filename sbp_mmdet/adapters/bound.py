@@ -85,7 +85,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
             by_problem.setdefault(problem, {})[names.get(id(inside), '')] = None
         listed = ((', '.join(filter(None, of)), problem) for problem, of in by_problem.items())
         reason = '; '.join(f'{of}: {problem}' if of else problem for of, problem in listed)
-        return Bound({}, unused, reason, [], BypassedModules(module, checked), [], False)
+        return Bound({}, {}, reason, [], BypassedModules(module, checked), [], False)
     used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
     checked += mixin.watches(module)
     return Bound(parts, unused, None, left, BypassedModules(module, checked), used, False)
@@ -110,7 +110,7 @@ def runs_reference(mixin, form: Form) -> bool:
 def _reason(mixin, module, settings, running, reference):
     """Return why nothing of a module can be bypassed, whatever its submodules are, or ``None``.
 
-    Of a module that runs its own code for want of the reference form, ``reference``, only the class is looked at.
+    If ``reference``, the module runs its own code because it has no reference form. Then only its class is checked.
     """
     if is_parametrized(module):
         return 'it is parametrized'

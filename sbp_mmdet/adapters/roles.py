@@ -27,7 +27,7 @@ from torch import nn
 
 from .copies import problem_of_copy
 
-__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'any_setting', 'check_number_as_scale', 'add_to_role']
+__all__ = ['EFFICIENTDETS_CONVOLUTION', 'ROLES', 'add_to_role', 'any_setting', 'check_number_as_scale']
 
 # Checks return why the settings of a module are unsupported, or `None` if they are supported.
 Check = Callable[[nn.Module], str | None]

@@ -21,16 +21,16 @@ from .split_layer import SplitLayer, SplitSettings
 
 __all__ = [
     'RELU',
+    'BlockLayers',
     'BlockSettings',
     'Inside',
     'KeptBlock',
-    'BlockLayers',
     'block_backward',
     'layers_of_blocks',
-    'split_by_block',
     'rerun_inside',
     'rerun_output',
     'run_block',
+    'split_by_block',
 ]
 
 aten = torch.ops.aten

@@ -15,19 +15,19 @@ from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 
 __all__ = [
+    'NUM_TENSORS',
     'PARAMETERS',
     'KeptLayer',
     'Layer',
-    'NUM_TENSORS',
     'affines_of_norms',
+    'flatten_tensors',
     'layer_backward',
     'layers_of_pass',
     'parameter_gradients',
     'renormalise',
-    'flatten_tensors',
-    'unflatten_tensors',
     'rerun_layer',
     'run_layer',
+    'unflatten_tensors',
 ]
 
 

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _discard_stdout():
-    """Let what is left of the answer go nowhere, because Python writes it once more when the process ends."""
+    """Redirect stdout to nowhere, because Python tries to write the rest of the answer when the process ends."""
     with open(os.devnull, 'w', encoding='utf-8') as nowhere:
         os.dup2(nowhere.fileno(), 1)
 

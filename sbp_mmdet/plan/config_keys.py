@@ -95,7 +95,7 @@ def scope_of(config: Config) -> str:
 
 
 def refuse_bad_priorities(hooks: Sequence[dict]) -> None:
-    """Refuse priorities of hooks that mmengine does not know, and reports by a ``KeyError`` of the name alone.
+    """Refuse priorities of hooks that mmengine does not know. Its own ``KeyError`` has the name alone.
 
     Args:
         hooks (Sequence[dict]): ``custom_hooks`` of a config.
@@ -104,18 +104,20 @@ def refuse_bad_priorities(hooks: Sequence[dict]) -> None:
         ValueError: For the first one.
     """
     for i, hook in enumerate(hooks):
+        if (priority := hook.get('priority')) is None:
+            continue
         try:
-            get_priority(hook.get('priority') or 'NORMAL')
+            get_priority(priority)
         except (KeyError, TypeError, ValueError):
             names = ', '.join(repr(one.name) for one in Priority)
             raise ValueError(
-                f'custom_hooks.{i}.priority={hook["priority"]!r} is unknown; write one of {names}, or a whole number '
+                f'custom_hooks.{i}.priority={priority!r} is unknown; write one of {names}, or a whole number '
                 'from 0 to 100'
             ) from None
 
 
 def refuse_missing_scope(config: Config) -> None:
-    """Refuse a config for a toolbox that is not installed, whose classes mmengine would look for elsewhere.
+    """Refuse a config for a toolbox that is not installed. Otherwise mmengine looks for its classes elsewhere.
 
     Args:
         config (Config): A config whose modules in ``custom_imports`` were imported.
@@ -128,7 +130,7 @@ def refuse_missing_scope(config: Config) -> None:
 
 
 def _describe_missing_scope(config):
-    """Return that the toolbox of a config is not installed, with the remedy, or ``None`` if it is."""
+    """Return a message if the toolbox that a config is written for is not installed, otherwise ``None``."""
     scope = scope_of(config)
     if importlib.util.find_spec(scope.partition('.')[0]) or scope in mmdet.registry.MODELS.root.children:
         return None
