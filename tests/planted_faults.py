@@ -70,9 +70,9 @@ FAULTS = {
     'int8: truncation': Fault(*ROUND, '(rows / unit).trunc_()', 'Swin', 'int8'),
     'int8: four bits': Fault(*ROUND, '(rows / unit / 16).round_() * 16', 'ViT', 'int8'),
     'int8 map: one step for all images': Fault(
-        'common.kept_maps:keep',
-        'unit = x.amax((2, 3), keepdim=True)',
-        'unit = x.amax((0, 2, 3), keepdim=True)',
+        'common.eight_bits:quantise_positive',
+        'step = x.amax((2, 3), keepdim=True)',
+        'step = x.amax((0, 2, 3), keepdim=True)',
         'ResNet',
         'int8',
     ),
@@ -81,16 +81,20 @@ FAULTS = {
         'common.kept_maps:KeptMap._steps', '126.5 * self.unit', '127 * self.unit', 'ResNet', 'int8'
     ),
     'int8 map: half of the steps': Fault(
-        'common.kept_maps:keep',
-        '(x / scale).ceil_()',
-        '(x / scale / 2).ceil_().mul_(2)',
+        'common.eight_bits:quantise_positive',
+        '(x / divisor).ceil_()',
+        '(x / divisor / 2).ceil_().mul_(2)',
         'ResNet',
         'int8',
     ),
     'int8 map: threshold': Fault(
-        'common.kept_maps:keep', 'base = threshold + (lowest', 'base = (lowest', 'ResNet in training mode', 'int8'
+        'common.eight_bits:quantise',
+        'torch.addcmul(threshold, lowest',
+        'torch.addcmul(0 * threshold, lowest',
+        'ResNet in training mode',
+        'int8',
     ),
-    'int8 map: lowest': Fault('common.kept_maps:keep', 'alpha=127)', 'alpha=120)', 'ConvModules', 'int8'),
+    'int8 map: lowest': Fault('common.eight_bits:quantise', 'alpha=127)', 'alpha=120)', 'ConvModules', 'int8'),
     # The fold of norms into layers.
     'fold: bias of the norm': Fault('common.folding:fold_bias', 'if norm_bias is None:', 'if True:', 'Swin'),
     'fold: weight of the norm': Fault(

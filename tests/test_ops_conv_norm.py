@@ -286,6 +286,15 @@ def test_eight_bits_keep_sides_and_means():
     assert keep(x[:, :, :3, :3], 'int8').values.dtype == torch.float64  # scales would take more
 
 
+@pytest.mark.parametrize('threshold', [None, 2.0**17])
+def test_eight_bits_of_values_far_from_zero(threshold):
+    """Values are subtracted before they are divided by their step, so that they lose no digits."""
+    x = 2**17 + torch.randn(2, 3, 16, 16)
+    map = keep(x, 'int8', threshold)
+    step = map.unit.repeat_interleave(16 // map.unit.shape[2], 2)
+    assert ((map.load(torch.float32) - x).abs() <= 0.5 * step + 2**-6).all()  # and the distance of numbers there
+
+
 @pytest.mark.parametrize('value', [float('inf'), float('-inf'), float('nan')])
 def test_what_is_not_finite_is_read_as_such(value):
     x = torch.randn(1, 2, 8, 8)

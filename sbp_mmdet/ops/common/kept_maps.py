@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
-from .precision import FEW, accumulator, cast, compute_in_parts
+from .eight_bits import in_groups, quantise, quantise_positive
+from .precision import FEW, cast, compute_in_parts
 from .shared_maps import find_shared_map, find_shared_maps_of, is_made_here, open_scope, share_map
 from .uncompiled import uncompiled
 
@@ -19,7 +20,6 @@ DEEPEST = 3  # largest number of maps that are added up in the backward pass; a 
 
 _CONVERTED = 2**19  # elements that a CPU converts at a time, so that it makes no copy in full precision either
 _LEAST_POSITIONS = 16  # in maps with fewer positions, the scales take as many bytes as eight bits save
-_GROUP = 32  # least number of positions that share a scale: neighbours are alike, so their steps are finer
 
 
 class KeptMap(NamedTuple):
@@ -196,7 +196,7 @@ def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.d
     if scale is None:
         return cast(x, dtype)
     if scale.shape[2] not in (1, x.shape[2]):
-        rows = _in_groups(x, scale.shape[2])
+        rows = in_groups(x, scale.shape[2])
         if rows.dim() == 5:
             scale, shift = scale.unsqueeze(4), shift.unsqueeze(4)
         return _affine_of_groups(rows, scale, shift, dtype).reshape(x.shape)
@@ -222,24 +222,8 @@ def _of_rows(x, map):
     return x if x is None or x.shape[2] in (1, map.shape[2]) else x.repeat_interleave(map.shape[2] // x.shape[2], 2)
 
 
-def _groups(x):
-    """Return the number of groups of rows that share a scale."""
-    height, width = x.shape[2:]
-    return next(n for n in range(height, 0, -1) if n == 1 or (height % n == 0 and height // n * width >= _GROUP))
-
-
 def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, positive: bool = False) -> KeptMap:
-    """Return the saved form of a feature map: unchanged or in eight bits.
-
-    Eight bits have a step of their own for each image, channel and group of rows. Values are rounded to the nearest
-    step.
-
-    If there is a threshold, steps are counted from it: a value is rounded up to the end of its step and read as the
-    middle of that step. So each value stays on its side of the threshold (a ReLU's mask is that of the forward pass),
-    and the mean error is zero. The output of a ReLU goes into weight gradients alone, whose errors do not add up over
-    layers, so one step for each image and channel is enough.
-
-    A value that is not finite makes its group NaN when it is read, so that gradient scaling skips the step.
+    """Return the saved form of a feature map: unchanged or in eight bits, see :func:`.quantise`.
 
     Args:
         x (Tensor): Shape (N, C, H, W).
@@ -252,61 +236,7 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     """
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
-    full = accumulator(x)
-    if positive:
-        # (0, max] has 252 steps, which are kept as -126 ... 125 and read as (n + 126.5) * unit, the middle of each.
-        unit = x.amax((2, 3), keepdim=True).to(full) / 252
-        scale = unit.clamp_min(torch.finfo(full).tiny)
-        return KeptMap(compute_in_parts(lambda x, scale: (x / scale).ceil_().sub_(127), x, scale), unit)
-    groups = _in_groups(x, _groups(x))
-    low, high = _limits(groups, full)
-    unit = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
-    rate = unit.clamp_min(torch.finfo(full).tiny).reciprocal()
-    if threshold is None:
-        # n = round((x - low) / unit) - 127 in [-127, 125], read as n * unit + low + 127 * unit.
-        steps = compute_in_parts(lambda *part: _scaled(*part).round_(), groups, rate, -127 - low * rate)
-        base = torch.add(low, unit, alpha=127)
-    else:
-        # Step k = ceil((x - t) / unit) ends at t + k * unit. Kept as n = k - (lowest + 127), the first step as -127 or
-        # -126; read as n * unit + t + (lowest + 126.5) * unit = t + (k - 1/2) * unit, on the same side of t as x. A
-        # threshold below all values is one step away at the most, so that the least of them lies above it.
-        # No `as_tensor` of a number, which would copy it to a GPU and wait.
-        threshold = cast(threshold, full) if isinstance(threshold, Tensor) else x.new_full((), threshold, dtype=full)
-        if threshold.dim() == 4 < low.dim():
-            threshold = threshold.unsqueeze(4)
-        threshold = threshold.clamp(low - unit, high)
-        lowest = ((low - threshold) * rate).floor_()
-        numbers = rate, -threshold * rate, lowest + 127
-        steps = compute_in_parts(lambda *part: _scaled(*part[:3]).ceil_().sub_(part[3]), groups, *numbers)
-        base = threshold + (lowest + 126.5) * unit
-    if unit.dim() == 5:
-        unit, base = unit.squeeze(4), base.squeeze(4)
-    return KeptMap(steps.reshape(x.shape), unit, base)
-
-
-def _in_groups(x, number):
-    """Return a map as groups of rows, shape (N, C, B, positions), or (N, C, B, H / B, W) if it is not contiguous."""
-    n, channels, height, width = x.shape
-    if x.is_contiguous():
-        return x.view(n, channels, number, height // number * width)
-    return x.view(n, channels, number, height // number, width)
-
-
-def _limits(groups, dtype):
-    """Return the least and the largest value of each group in ``dtype``, with ones in the place of positions."""
-    # One pass; on a CPU two are faster for large maps, and torch 2.1 has no `aminmax` for half precision there.
-    if groups.is_cuda or (groups.numel() < FEW and groups.dtype is dtype):
-        limits = groups.flatten(3).aminmax(dim=3, keepdim=True)
-        limits = limits if groups.dim() == 4 else [limit.unsqueeze(4) for limit in limits]
-    else:
-        positions = tuple(range(3, groups.dim()))
-        limits = groups.amin(positions, keepdim=True), groups.amax(positions, keepdim=True)
-    return [cast(limit, dtype) for limit in limits]
-
-
-def _scaled(x, scale, shift):
-    """Compute scale * x + shift of groups of rows in the precision of both, in one pass on a GPU."""
-    return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)
+    return KeptMap(*(quantise_positive(x) if positive else quantise(x, threshold)))
 
 
 def keep_input(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
