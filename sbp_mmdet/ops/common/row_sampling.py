@@ -12,7 +12,7 @@ from .precision import accumulator, cast
 __all__ = ['ROWS_OF_MEANS', 'SampledRows', 'add_mean_term_', 'centre_', 'rows_of_means', 'sample_rows']
 
 # The chance of a row is proportional to its norm in units of mean norm / _UNITS, plus _LEAST units. Chances are whole
-# numbers, because their sums are the same in every order: so they are deterministic on a GPU, and exact.
+# numbers, because their sums in double precision are the same in every order: so they are deterministic on a GPU.
 _UNITS, _LEAST = 2**16, 2**13
 # Number of rows that means of activations are computed over.
 ROWS_OF_MEANS = 256
@@ -66,17 +66,18 @@ def sample_rows(sample: Sample | None, *parts: Tensor) -> SampledRows:
     norms, *others = [torch.linalg.vector_norm(part, dim=1, dtype=accumulator(part)) for part in parts]
     norms = sum(others, norms) if others else norms
     mean = norms.mean(dtype=torch.float64).clamp_min(torch.finfo(norms.dtype).tiny)
-    sizes = (norms / mean).mul_(_UNITS).long().add_(_LEAST)
+    sizes = torch.rsub(norms / mean, _LEAST, alpha=-_UNITS).floor_()  # _UNITS * norms / mean + _LEAST
     most = (_UNITS + _LEAST) * rows // number  # about the distance between draws: a larger row is sure to be drawn
     for _ in range(2):  # the draws that the first pass spares may reach further rows; the second leaves hardly any
-        small = sizes <= most
-        most = (sizes * small).sum() // (small.sum() + (number - rows)).clamp_min(1)  # 0 where a row is not finite
+        small = sizes <= most  # fewer than `number` are not, so the divisor is positive
+        total = (sizes * small).sum(dtype=torch.float64)
+        most = torch.div(total, small.sum() + (number - rows), rounding_mode='floor')
     sizes = torch.where(small, sizes, most)
-    ends = sizes.cumsum(0)
-    apart = ends[-1] * (mean / mean) / number  # NaN where a row is not finite
-    at = (torch.arange(number, dtype=torch.float64, device=sizes.device) + sample.at) * apart
+    apart = sizes.sum(dtype=torch.float64) / number  # NaN where a row is not finite
+    at = torch.arange(sample.at, sample.at + number - 0.5, dtype=torch.float64, device=sizes.device) * apart
+    ends = sizes.long().cumsum(0)
     index = torch.searchsorted(ends, at.long(), right=True).clamp_(0, rows - 1)
-    return SampledRows(index, (apart / sizes.index_select(0, index)).to(norms.dtype).unsqueeze(1))
+    return SampledRows(index, (apart / sizes.index_select(0, index)).unsqueeze(1))
 
 
 def rows_of_means(images: int, each: int) -> Chunk:
