@@ -35,6 +35,7 @@ __all__ = [
     'LeanConv',
     'LeanConvModule',
     'activation_of',
+    'add_shortcut',
     'count_batches',
     'layers_of',
 ]
@@ -129,6 +130,23 @@ class ConvNorm:
         return conv_norm(*self.inputs(form, x, autocast_dtype(x) or x.dtype, residual))
 
 
+def add_shortcut(x: Tensor, shortcut: Tensor | None) -> Tensor:
+    """Add a shortcut to the output of a block's last layer in place, as the blocks' own code does.
+
+    A hook of the user may keep this output, and sees what is written to it. The sum has the precision of the output.
+
+    Args:
+        x (Tensor): The output; changed in place.
+        shortcut (Tensor | None): The shortcut, of the same shape. If ``None``, there is none.
+
+    Returns:
+        Tensor: The sum.
+    """
+    if shortcut is not None:
+        x += shortcut
+    return x
+
+
 _ROLE_OF = dict(conv='convolution', norm='norm of a map', act='activation')
 
 
@@ -156,8 +174,7 @@ class ConvNormActBinding(Binding):
         if x.dim() != 4 or (not x.numel() and _process_group(norm) is None):
             return self.run_own_code(x, residual)
         if norm is not None and 'norm' not in self.fused:
-            x = norm(self._layer(form, x))
-            x = x if residual is None else x + residual
+            x = add_shortcut(norm(self._layer(form, x)), residual)
             return x if act is None else act(x)
         x = self._layer(form, x, residual)
         return x if act is None or 'act' in self.fused else act(x)
@@ -176,8 +193,7 @@ class ConvNormActBinding(Binding):
     def run_own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Call the modules, with the arguments of the layer."""
         x = self.conv(x)
-        x = x if self.norm is None else self.norm(x)
-        x = x if residual is None else x + residual
+        x = add_shortcut(x if self.norm is None else self.norm(x), residual)
         return x if self.act is None else self.act(x)
 
     def reads(self, form: Form):
