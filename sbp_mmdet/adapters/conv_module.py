@@ -80,7 +80,7 @@ class ConvNorm:
         kind = stock_class(type(conv))
         self._standardises, self._standardises_adaptively = kind is ConvWS2d, kind is ConvAWS2d
         self._activation = act and stock_class(type(act)) not in (nn.LeakyReLU, nn.GELU) and activation_of(act)
-        self._made_of = self._settings = None
+        self._last = None, None
 
     def __reduce__(self):
         return ConvNorm, (self.conv, self.norm, self.act)
@@ -108,12 +108,12 @@ class ConvNorm:
         activation = self._activation or (None if act is None else activation_of(act))
         eps = conv.eps if self._standardises else None
         made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype, border, eps
-        if made_of != self._made_of:
+        last = self._last  # as in CachedSettings
+        if made_of != last[0]:
             form, stride, padding, dilation, groups, *_ = made_of
             named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options, strict=False))
             named |= dict(activation=activation, dtype=dtype, border=border, standardise=eps)
-            made = ConvNormSettings(form, stride, padding, dilation, groups, **named)
-            self._settings, self._made_of = made, made_of
+            self._last = last = made_of, ConvNormSettings(form, stride, padding, dilation, groups, **named)
         weight, bias = weight_and_bias(conv)
         weight = conv._get_weight(weight) if self._standardises_adaptively else weight
         channels = weight.shape[0]
@@ -123,7 +123,7 @@ class ConvNorm:
                     f'a {type(norm).__name__} of {tensor.shape[0]} channels follows a convolution of {channels}; make '
                     'them equal'
                 )
-        return self._settings, ConvNormTensors(x, weight, bias, *tensors, residual)
+        return last[1], ConvNormTensors(x, weight, bias, *tensors, residual)
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Run the operation on (N, C, H, W); see :meth:`inputs`."""
