@@ -141,7 +141,8 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     """Run a method of a module that saves its inputs only, and is recomputed in the backward pass.
 
     A call with a tensor whose class overrides ``__torch_function__`` is not recomputed, because torch disables the
-    override in a backward pass that begins at such a tensor.
+    override in a backward pass that begins at such a tensor. Nor is one with a tensor made in ``torch.inference_mode``,
+    which autograd cannot save, while the module's own code may only read it.
 
     The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
     them as the first run left them. Parameters, mode and settings of the modules are those of the first run, too.
@@ -164,6 +165,8 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     if own := _find_override(leaves):
         _warn_of_tensors(type(module).__name__, own)
         return forward(*args, **kwargs)
+    if _has_inference_tensors(leaves):
+        return forward(*args, **kwargs)
     parts, started, state = submodules([module]), None, None
 
     def run(*leaves):
@@ -182,6 +185,11 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
         return out
 
     return cp.checkpoint(run, *leaves, use_reentrant=False)
+
+
+def _has_inference_tensors(values):
+    """Return whether any value is a tensor made in ``torch.inference_mode``."""
+    return any([isinstance(value, Tensor) and value.is_inference() for value in values])
 
 
 def _find_override(leaves):

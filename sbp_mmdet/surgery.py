@@ -56,6 +56,13 @@ class Mixin:
         else:
             super().__init__(*args, **kwargs)
 
+    def __prepare_scriptable__(self):
+        # torch.jit.script calls this first. It puts what is returned in the place of the module in the live model.
+        raise ValueError(
+            f'{type(self).__name__} was changed by LeanHook or apply_lean and cannot be compiled by torch.jit.script. '
+            'Call remove_lean(model) before, or use torch.jit.trace on the evaluated model'
+        )
+
     def __reduce_ex__(self, protocol):
         # A class that was made at run time cannot be imported by its name, so a pickle has the classes it was made of.
         kind, fronts, derived = _decompose(type(self))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cases import count_stored_bytes
 from helpers import make_project
+from mmdet.models.backbones.csp_darknet import Focus
 from mmdet.models.layers import DeformableDetrTransformerEncoder
 from mmdet.models.necks import FPN
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
@@ -314,3 +315,17 @@ def test_distributed_with_gradients_in_the_buckets(nets, tmp_path):
         dist.destroy_process_group()
     for name, gradient in expected.items():
         assert torch.equal(actual[f'module.{name}'], gradient), name
+
+
+def test_an_input_of_inference_mode_that_the_module_only_reads():
+    """Autograd cannot save such a tensor. A focus layer copies its pixels into another one first."""
+    plain = nn.Sequential(Focus(3, 4, kernel_size=3)).train()
+    lean, found = copy.deepcopy(plain), []
+    checkpoint_modules(lean, ['0'])
+    with torch.inference_mode():
+        images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).sin().view(2, 3, 16, 16)
+    for net in (lean, plain):
+        net(images).square().sum().backward()
+        found.append([*(p.grad for p in net.parameters()), *net.buffers()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from conv_models import BACKBONES, build_module
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.conv_ws import ConvAWS2d
+from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.resnet import BasicBlock
 from mmdet.models.layers import CSPLayer, ResLayer
 from mmdet.models.necks import FPN
@@ -180,3 +181,35 @@ def test_the_log_names_the_modules_once(caplog):
         logger.setLevel('ERROR')
     (message,) = [record.getMessage() for record in caplog.records if 'neck' in record.getMessage()]
     assert 'neck runs its own code for an input' in message
+
+
+def nested_tokens():
+    return torch.nested.nested_tensor([torch.linspace(-1, 1, 8 * n).view(n, 8) for n in (4, 6)], dtype=torch.float64)
+
+
+LAYOUTS = {
+    'nested': (lambda: FFN(8, 16).double(), nested_tokens),
+    'MKL-DNN': (lambda: ConvModule(3, 4, 3, norm_cfg=dict(type='BN')), lambda: random_images().float().to_mkldnn()),
+    'sparse': (lambda: FFN(8, 16).double(), lambda: torch.eye(8, dtype=torch.float64).to_sparse()),
+}
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_tensors_of_other_layouts(layout, preset):
+    make, make_input = LAYOUTS[layout]
+    lean = nn.ModuleDict(dict(layer=make())).train()
+    plain, found = copy.deepcopy(lean), []
+    apply_lean(lean, preset, verify=False)
+    for model in (lean, plain):
+        try:
+            out = model.layer(make_input())
+        except (RuntimeError, NotImplementedError) as error:
+            found.append({'error': type(error)})
+            continue
+        outs = out.unbind() if out.is_nested else [out.to_dense()]
+        compute_loss(outs).backward()
+        found.append(get_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert found[0][name] is grad or (found[0][name] - grad).norm() <= 1e-5 * grad.norm().clamp_min(1e-3), name

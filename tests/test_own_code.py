@@ -355,3 +355,39 @@ def test_a_map_that_is_handed_on_and_written_to():
         inside.sum().backward()
     (expected,) = torch.autograd.grad(nn.functional.silu(x).sum(), x)
     torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize(('depth', 'hooked'), [(18, 'conv'), (18, 'norm'), (50, 'conv'), (50, 'norm'), (50, 'plugin')])
+def test_a_hook_keeps_the_output_that_the_block_writes_to(depth, hooked, preset):
+    """A block adds its shortcut to the output of its last layer in place, and so does its ReLU to the sum.
+
+    Distillation reads features from such hooks after the forward pass.
+    """
+    last = 2 if depth == 18 else 3
+    plugins = [dict(cfg=dict(type='ContextBlock', ratio=1 / 4), stages=(True,), position='after_conv3')]
+    torch.manual_seed(0)
+    plain = ResNet(
+        depth,
+        base_channels=4,
+        num_stages=1,
+        strides=(1,),
+        dilations=(1,),
+        out_indices=(0,),
+        norm_eval=False,
+        plugins=plugins if hooked == 'plugin' else None,
+    )
+    plain.double().train()
+    changed = copy.deepcopy(plain)
+    apply_lean(changed, preset, verify=False)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    found = []
+    for model in (changed, plain):
+        kept = []
+        for block in model.layer1:
+            name = block.after_conv3_plugin_names[0] if hooked == 'plugin' else f'{hooked}{last}'
+            getattr(block, name).register_forward_hook(lambda module, args, out, kept=kept: kept.append(out))
+        (out,) = model(images)
+        (out.square().sum() + sum(features.pow(3).sum() for features in kept)).backward()
+        found.append(dict(enumerate(kept)) | {name: p.grad for name, p in model.named_parameters()})
+    assert_equal(*found)

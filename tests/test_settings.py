@@ -1,5 +1,7 @@
 """Each invalid setting gets a message with its value and the remedy."""
 
+import threading
+
 import pytest
 import torch
 from cases import CONVNEXT, SWIN, VIT, build
@@ -7,6 +9,7 @@ from torch import nn
 
 import sbp_mmdet
 from sbp_mmdet import LeanHook, SBPConvNeXt, SBPSwinTransformer, SBPViT, apply_lean
+from sbp_mmdet.adapters.parameters import CachedSettings
 from sbp_mmdet.apply import keep_ratios
 from sbp_mmdet.presets import PRESETS, Settings
 from sbp_mmdet.stochastic_backprop.config import ATTENTION_MODES
@@ -199,3 +202,23 @@ def test_values_are_taken(attention):
         vit = SBPViT('tiny', sbp_cfg=dict(preset='sbp', attention=attention, blocks=[12], keep_ratio=0.25))
     assert keep_ratios(nn.ModuleDict(dict(backbone=vit))) == {(0, i): 0.25 for i in range(12)}
     assert vit.sbp.attention == attention
+
+
+def test_another_thread_changes_a_cache_while_it_is_read():
+    cache, threads = CachedSettings(float), [threading.Thread(target=lambda: cache(2))]
+
+    class Number(int):
+        """A number during whose comparison another thread runs."""
+
+        def __eq__(self, other):
+            if threads:
+                thread = threads.pop()
+                thread.start()
+                thread.join()
+            return int(self) == int(other)
+
+        __hash__ = int.__hash__
+
+    cache(1)
+    assert cache(Number(1)) == 1
+    assert not threads and cache(2) == 2

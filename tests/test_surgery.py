@@ -16,7 +16,7 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel, BaseModule
 from torch import nn
 
-from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook, apply_lean
+from sbp_mmdet import CheckpointModulesHook, LeanHook, TargetsInChunksHook, apply_lean, remove_lean
 from sbp_mmdet.checkpointing import checkpoint_modules
 from sbp_mmdet.surgery import (
     Mixin,
@@ -185,3 +185,17 @@ def test_weights_are_initialised_by_the_names_of_base_classes(preset):
     for expected, actual in zip(plain.parameters(), lean.parameters(), strict=True):
         assert torch.equal(actual, expected)
     assert (lean.conv.weight == 0.5).all()
+
+
+@pytest.mark.parametrize('mode', [True, False])
+def test_scripting_a_changed_model_is_an_error_that_says_what_to_do(mode):
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).train(mode)
+    model = copy.deepcopy(plain)
+    apply_lean(model)
+    before = [*map(type, model.modules())]
+    with pytest.raises(ValueError, match=r'remove_lean\(model\)'):
+        torch.jit.script(model)
+    assert [*map(type, model.modules())] == before
+    remove_lean(model)
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(torch.jit.script(model)(images), plain(images))

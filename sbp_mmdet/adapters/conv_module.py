@@ -35,6 +35,7 @@ __all__ = [
     'LeanConv',
     'LeanConvModule',
     'activation_of',
+    'add_shortcut',
     'count_batches',
     'layers_of',
 ]
@@ -79,7 +80,7 @@ class ConvNorm:
         kind = stock_class(type(conv))
         self._standardises, self._standardises_adaptively = kind is ConvWS2d, kind is ConvAWS2d
         self._activation = act and stock_class(type(act)) not in (nn.LeakyReLU, nn.GELU) and activation_of(act)
-        self._made_of = self._settings = None
+        self._last = None, None
 
     def __reduce__(self):
         return ConvNorm, (self.conv, self.norm, self.act)
@@ -107,12 +108,12 @@ class ConvNorm:
         activation = self._activation or (None if act is None else activation_of(act))
         eps = conv.eps if self._standardises else None
         made_of = form, conv.stride, padding, conv.dilation, conv.groups, *options, activation, dtype, border, eps
-        if made_of != self._made_of:
+        last = self._last  # as in CachedSettings
+        if made_of != last[0]:
             form, stride, padding, dilation, groups, *_ = made_of
             named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options, strict=False))
             named |= dict(activation=activation, dtype=dtype, border=border, standardise=eps)
-            made = ConvNormSettings(form, stride, padding, dilation, groups, **named)
-            self._settings, self._made_of = made, made_of
+            self._last = last = made_of, ConvNormSettings(form, stride, padding, dilation, groups, **named)
         weight, bias = weight_and_bias(conv)
         weight = conv._get_weight(weight) if self._standardises_adaptively else weight
         channels = weight.shape[0]
@@ -122,11 +123,28 @@ class ConvNorm:
                     f'a {type(norm).__name__} of {tensor.shape[0]} channels follows a convolution of {channels}; make '
                     'them equal'
                 )
-        return self._settings, ConvNormTensors(x, weight, bias, *tensors, residual)
+        return last[1], ConvNormTensors(x, weight, bias, *tensors, residual)
 
     def __call__(self, form: Form, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Run the operation on (N, C, H, W); see :meth:`inputs`."""
         return conv_norm(*self.inputs(form, x, autocast_dtype(x) or x.dtype, residual))
+
+
+def add_shortcut(x: Tensor, shortcut: Tensor | None) -> Tensor:
+    """Add a shortcut to the output of a block's last layer in place, as the blocks' own code does.
+
+    A hook of the user may keep this output, and sees what is written to it. The sum has the precision of the output.
+
+    Args:
+        x (Tensor): The output; changed in place.
+        shortcut (Tensor | None): The shortcut, of the same shape. If ``None``, there is none.
+
+    Returns:
+        Tensor: The sum.
+    """
+    if shortcut is not None:
+        x += shortcut
+    return x
 
 
 _ROLE_OF = dict(conv='convolution', norm='norm of a map', act='activation')
@@ -156,8 +174,7 @@ class ConvNormActBinding(Binding):
         if x.dim() != 4 or (not x.numel() and _process_group(norm) is None):
             return self.run_own_code(x, residual)
         if norm is not None and 'norm' not in self.fused:
-            x = norm(self._layer(form, x))
-            x = x if residual is None else x + residual
+            x = add_shortcut(norm(self._layer(form, x)), residual)
             return x if act is None else act(x)
         x = self._layer(form, x, residual)
         return x if act is None or 'act' in self.fused else act(x)
@@ -176,8 +193,7 @@ class ConvNormActBinding(Binding):
     def run_own_code(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Call the modules, with the arguments of the layer."""
         x = self.conv(x)
-        x = x if self.norm is None else self.norm(x)
-        x = x if residual is None else x + residual
+        x = add_shortcut(x if self.norm is None else self.norm(x), residual)
         return x if self.act is None else self.act(x)
 
     def reads(self, form: Form):

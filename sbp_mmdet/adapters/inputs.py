@@ -1,8 +1,9 @@
 """Which inputs operations take: an allow-list, as :mod:`.predicate` is one of modules.
 
 An operation reads its input past the functions that a module calls. So it takes plain tensors only, since a tensor of
-another class may define what these functions compute. And it casts its input to one precision, where a convolution or a
-linear layer raises an error if input and weight differ. With any other input a module runs its own code.
+another class may define what these functions compute, and nested, sparse and MKL-DNN tensors have no shape or strides
+of their own. And it casts its input to one precision, where a convolution or a linear layer raises an error if input
+and weight differ. With any other input a module runs its own code.
 """
 
 import functools
@@ -48,12 +49,16 @@ def are_known_inputs(precisions: frozenset[torch.dtype], args: tuple, kwargs: di
         for value in args:  # as most calls are, in few steps
             if type(value) is not Tensor or value.dtype not in precisions:
                 break
+            if value.is_nested or value.layout is not torch.strided:
+                break
         else:
             return True
     left = [*args, *kwargs.values()] if kwargs else [*args]
     for value in left:  # tensors in tuples and lists are appended
         kind = type(value)
         if kind in PLAIN_INPUTS:
+            if value.is_nested or value.layout is not torch.strided:
+                return False
             if first is None and value.is_floating_point():
                 first = value
         elif kind is tuple or kind is list:

@@ -17,16 +17,17 @@ class CachedSettings:
     """
 
     def __init__(self, kind: Callable):
-        self.kind, self._made_of, self._made = kind, None, None
+        self.kind, self._last = kind, (None, None)
 
     def __reduce__(self):
         return CachedSettings, (self.kind,)
 
     def __call__(self, *made_of):
         """Return the settings that ``kind`` builds from these arguments."""
-        if made_of != self._made_of:
-            self._made_of, self._made = made_of, self.kind(*made_of)
-        return self._made
+        last = self._last  # read and written at once, as another thread may run the module with other settings
+        if made_of != last[0]:
+            self._last = last = made_of, self.kind(*made_of)
+        return last[1]
 
 
 def weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:

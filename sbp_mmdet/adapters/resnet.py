@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .conv_module import ConvNormActBinding
+from .conv_module import ConvNormActBinding, add_shortcut
 from .copies import original, problem_of_copy
 from .parameters import has_trained_parameters
 from .pooling import ConvPoolBinding
@@ -102,7 +102,7 @@ class LeanBasicBlock(_Convolutional):
         """Run the block on (N, C, H, W)."""
         out = self.layer('conv1', x)
         if self.adds_outside('conv2'):
-            return self.relu(self.layer('conv2', out) + _shortcut(self, x))
+            return self.relu(add_shortcut(self.layer('conv2', out), _shortcut(self, x)))
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
@@ -139,7 +139,7 @@ def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Ten
     out = _run_plugins(block, 1, block.layer('conv1', x))
     out = _run_plugins(block, 2, middle(out))
     if block.adds_outside('conv3'):
-        return block.relu(_run_plugins(block, 3, block.layer('conv3', out)) + _shortcut(block, x))
+        return block.relu(add_shortcut(_run_plugins(block, 3, block.layer('conv3', out)), _shortcut(block, x)))
     return block.layer('conv3', out, residual=_shortcut(block, x))
 
 
