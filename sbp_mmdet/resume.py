@@ -8,6 +8,7 @@ tools/train.py sets the first two.
 """
 
 import codecs
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -53,16 +54,25 @@ class AtomicBackend(LocalBackend):
         Args:
             obj (bytes): Content of the file.
             filepath (str | Path): Path of the file.
+
+        Raises:
+            OSError: If it cannot be written. No part of it is left, because the disk may be full, and the error names
+                the file.
         """
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A fixed name, so that the file of a killed run is overwritten.
         unfinished = path.with_name(f'{path.name}.unfinished')
-        with unfinished.open('wb') as file:
-            file.write(obj)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        try:
+            with unfinished.open('wb') as file:
+                file.write(obj)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         """Write text; see :meth:`put`.

@@ -1,5 +1,6 @@
 """An answer that nobody reads, a full disk and Ctrl-C end the command without a traceback."""
 
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -11,6 +12,13 @@ import pytest
 from sbp_mmdet.plan import command, report
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
+
+
+def _run_without_stderr(stdout):
+    os.dup2(stdout, 1)
+    os.close(2)
+    sys.stdout, sys.stderr = open(1, 'w', closefd=False), None
+    command.main(['plan', RETINA, '--size', '64x64', '--budget', '9GiB', '--json'])
 
 
 def _run(stdout, stderr, waits, words):
@@ -73,3 +81,12 @@ def test_a_process_without_stdout(monkeypatch):
     """Python sets ``sys.stdout`` to ``None`` if it was closed before the process began."""
     monkeypatch.setattr(sys, 'stdout', None)
     command.main(['report', RETINA])
+
+
+def test_a_process_without_stderr(tmp_path):
+    file = tmp_path / 'answer'
+    with file.open('w') as answer:
+        process = mp.get_context('fork').Process(target=_run_without_stderr, args=(answer.fileno(),))
+        process.start()
+        process.join(60)
+    assert process.exitcode == 0 and json.loads(file.read_text())['answer'] == 'none'

@@ -220,10 +220,14 @@ def test_annotation_files_are_checked_for_what_training_reads(config, tmp_path, 
             r"train_cfg: \w+ has no argument 'max_epoch'; did you mean 'max_epochs'",
         ),
         ('default_hooks.timer.type=IterTimeHook', "default_hooks.timer.type='IterTimeHook' is not registered; did you"),
+        (
+            'train_dataloader.batch_size=9 train_dataloader.batch_sampler.drop_last=True',
+            'drop_last=True leaves no batch',
+        ),
     ],
 )
 def test_what_mmdet_finds_is_a_line_as_well(option, message, project):
-    done = run_forked(TOOLS / 'train.py', project.name, '--cfg-options', option, cwd=project.parent)
+    done = run_forked(TOOLS / 'train.py', project.name, '--cfg-options', *option.split(), cwd=project.parent)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('error: ')]
     assert done.returncode == 1 and 'Traceback' not in done.stdout
     assert re.search(message, line), line
@@ -278,3 +282,40 @@ def test_a_warning_is_repeated_after_a_traceback(project):
     before, _, after = done.stderr.rpartition('Traceback')
     assert done.returncode == 1
     assert [text.count('mask_head: num_classes=80') for text in (before, after)] == [1, 1], done.stderr
+
+
+# A training with a limit on the size of files, which is to it what a full disk is.
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+runpy.run_path({script!r}, run_name='__main__')
+"""
+# A training in whose second step the user presses Ctrl-C.
+INTERRUPTED = """
+import runpy, sys
+from mmengine.runner import EpochBasedTrainLoop as Loop
+step = Loop.run_iter
+def run_iter(self, number, batch):
+    if self._iter == 1:
+        raise KeyboardInterrupt
+    step(self, number, batch)
+Loop.run_iter = run_iter
+runpy.run_path({script!r}, run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize(
+    ('program', 'code', 'said'),
+    [
+        (FULL_DISK, 1, 'error: .*epoch_1.pth cannot be written: File too large; make room there, and go on with --res'),
+        (INTERRUPTED, 130, 'interrupted; --resume goes on from the last checkpoint'),
+    ],
+    ids=['full disk', 'interrupted'],
+)
+def test_a_training_that_cannot_go_on(program, code, said, project, tmp_path):
+    script = tmp_path / 'run.py'
+    script.write_text(program.format(script=str(TOOLS / 'train.py')))
+    words = project.name, '--work-dir', tmp_path / 'run'
+    done = run_forked(script, *words, cwd=project.parent, PYTHONPATH=TOOLS)
+    assert re.match(said, done.stdout.splitlines()[-1]) and 'Traceback' not in done.stdout
+    assert done.returncode == code and not [*(tmp_path / 'run').glob('*.pth*')]

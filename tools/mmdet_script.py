@@ -6,9 +6,11 @@ are written into the parsed arguments, which the script's ``main`` uses.
 
 import atexit
 import contextlib
+import errno
 import importlib.util
 import io
 import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -24,6 +26,8 @@ __all__ = [
     'say',
     'toolbox_of',
 ]
+
+_OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run(name: str, splits: tuple[str, ...]) -> None:
@@ -74,7 +78,13 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     script.parse_args = lambda: args
     try:
         script.main()
+    except KeyboardInterrupt:
+        say('interrupted; --resume goes on from the last checkpoint' if name == 'train.py' else 'interrupted')
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _OF_FULL_DISKS:
+            where = error.filename or find_work_dir(config, args)
+            sys.exit(f'error: {where} cannot be written: {error.strerror}; make room there, and go on with --resume')
         if text := _describe_mistake(config, error):
             sys.exit(f'error: {config.filename}: {text}')
         for warning in given:  # they may say why, and were printed long ago
