@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,8 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     let_threads_sleep()
     try:
         find_script(name)  # the checks need mmdet, whichever toolbox's script runs
-        script = _load(find_script(name, toolbox_of(sys.argv[1:])))
+        with _quiet_imports():
+            script = _load(find_script(name, toolbox_of(sys.argv[1:])))
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
     try:
@@ -53,8 +55,7 @@ def run(name: str, splits: tuple[str, ...]) -> None:
             sys.exit(f'error: --cfg-options: {wrong}')
         raise
 
-    # onedl-mmdetection prints lines when its data sets are imported, between those that tell about the training.
-    with contextlib.redirect_stdout(io.StringIO()):
+    with _quiet_imports():
         from hook_checks import given
         from preflight import PreflightError, check_arguments, check_config, load_config  # needs mmdet
 
@@ -95,6 +96,17 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+@contextlib.contextmanager
+def _quiet_imports():
+    """Drop what onedl-mmdetection prints when it is imported, between the lines that tell about the training.
+
+    Its metrics warn that faster_coco_eval, which is optional, is missing.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'faster_coco_eval is not installed')
+        yield
 
 
 def _find_bad_option(words):
