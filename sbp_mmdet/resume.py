@@ -100,6 +100,8 @@ def refuse_empty_loader(loader: DataLoader) -> None:
     Raises:
         NoBatch: If it drops its only batch because that batch is not full.
     """
+    if not isinstance(loader, DataLoader):  # a loop of the user's own may have several
+        return
     batches = loader.batch_sampler
     sampler = getattr(batches, 'sampler', loader.sampler)  # a loader with a batch sampler of its own has another one
     # The length of an endless sampler says nothing, and another class's may mean anything.

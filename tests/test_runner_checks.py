@@ -28,9 +28,9 @@ LOOP = dict(
 
 
 WRONG_VALUES = [
-    (dict(train_cfg=dict(max_epochs='two')), "train_cfg.max_epochs='two' must be a whole number of 0 or more"),
+    (dict(train_cfg=dict(max_epochs='two')), "train_cfg.max_epochs='two' must be a whole number of 1 or more"),
     (dict(train_cfg=dict(max_epochs=1.5)), 'train_cfg.max_epochs=1.5 must be a whole number'),
-    (dict(train_cfg=dict(max_iters=-1)), 'train_cfg.max_iters=-1 must be a whole number of 0 or more'),
+    (dict(train_cfg=dict(max_iters=0)), 'train_cfg.max_iters=0 must be a whole number of 1 or more'),
     (dict(train_cfg=dict(val_interval=0)), 'train_cfg.val_interval=0 must be a whole number of 1 or more'),
     (dict(train_dataloader=dict(num_workers=-1)), 'train_dataloader.num_workers=-1 must be a whole number of 0'),
     (dict(randomness=dict(seed='abc')), "randomness.seed='abc' must be a whole number of 0 or more"),
@@ -106,6 +106,7 @@ def test_a_loader_that_drops_its_only_batch(own):
 
 
 def test_loaders_that_do_not_tell():
+    refuse_empty_loader([DataLoader(IMAGES)])
     refuse_empty_loader(DataLoader(IMAGES, batch_size=None))
     refuse_empty_loader(DataLoader(Stream(), batch_size=4, drop_last=True))
 

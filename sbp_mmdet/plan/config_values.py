@@ -8,8 +8,8 @@ __all__ = ['refuse_bad_values']
 
 # The least value of each key that is a whole number.
 _WHOLE_NUMBERS = {
-    'train_cfg.max_epochs': 0,
-    'train_cfg.max_iters': 0,
+    'train_cfg.max_epochs': 1,
+    'train_cfg.max_iters': 1,
     'train_cfg.val_begin': 0,
     'train_cfg.val_interval': 1,
     'train_dataloader.num_workers': 0,
