@@ -72,7 +72,9 @@ class AtomicBackend(LocalBackend):
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            if error.errno and error.filename is None:  # of a call that has no path
+                error.filename = str(path)
+            raise
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         """Write text; see :meth:`put`.
