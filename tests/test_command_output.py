@@ -8,6 +8,8 @@ import sys
 import time
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from sbp_mmdet.plan import command, report
 
@@ -90,3 +92,16 @@ def test_a_process_without_stderr(tmp_path):
         process.start()
         process.join(60)
     assert process.exitcode == 0 and json.loads(file.read_text())['answer'] == 'none'
+
+
+def test_warnings_of_checkpointing_in_a_model_of_mmdet(monkeypatch, recwarn):
+    """mmdet's Swin does not say which checkpoints it means."""
+
+    def build(*args):
+        checkpoint(torch.nn.Identity(), torch.zeros(1, requires_grad=True))
+        raise ValueError('built')
+
+    monkeypatch.setattr(report, 'build_detector', build)
+    with pytest.raises(SystemExit):
+        command.main(['report', RETINA])
+    assert not [one for one in recwarn if 'use_reentrant' in str(one.message)]

@@ -53,7 +53,12 @@ __all__ = ['main']
 
 _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Warnings of mmdet's and mmcv's code, which the user cannot act upon.
-_OF_LIBRARIES = ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False', 'In MMCV v')
+_OF_LIBRARIES = (
+    'torch.meshgrid: in an upcoming release',
+    'torch.utils.checkpoint: the use_reentrant parameter',
+    'Default ``avg_non_ignore`` is False',
+    'In MMCV v',
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
