@@ -64,13 +64,15 @@ def config(name: str) -> str:
         str: The path.
 
     Raises:
-        ValueError: If there is no such config. The message lists all configs.
+        ValueError: If there is no such config, or there are none at all. The message lists all configs.
 
     Example:
         >>> _base_ = __import__('sbp_mmdet').config('sbp_swin/mask-rcnn_sbp-swin-t_fpn_amp-ms-crop-3x_coco.py')
     """
     package = _Path(__file__).parent
-    folder = next(f for f in (package / '.mim/configs', package.parent / 'configs') if f.is_dir())
+    folder = next((f for f in (package / '.mim/configs', package.parent / 'configs') if f.is_dir()), None)
+    if folder is None:
+        raise ValueError(f'there are no configs beside {package}; install the package by pip, not as a zip file')
     if not (folder / name).is_file():
         known = sorted(str(path.relative_to(folder)) for path in folder.glob('*/*.py'))
         raise ValueError(f'config {name!r} does not exist; choose from {known}')

@@ -8,6 +8,7 @@ tools/train.py sets the first two.
 """
 
 import codecs
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -16,14 +17,24 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from mmengine.dataset import DefaultSampler
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
 from mmengine.runner import checkpoint
 from mmengine.utils import digit_version
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-__all__ = ['AtomicBackend', 'EvaluateEndedHook', 'allow_mmengine_checkpoints', 'read_checkpoint', 'safe_globals']
+__all__ = [
+    'AtomicBackend',
+    'EvaluateEndedHook',
+    'NoBatch',
+    'allow_mmengine_checkpoints',
+    'read_checkpoint',
+    'refuse_empty_loader',
+    'safe_globals',
+]
 
 # From this version on, torch.load reads weights only by default, and further classes can be allowed by name.
 _ALLOWS_BY_NAME = digit_version(torch.__version__) >= digit_version('2.6')
@@ -43,16 +54,27 @@ class AtomicBackend(LocalBackend):
         Args:
             obj (bytes): Content of the file.
             filepath (str | Path): Path of the file.
+
+        Raises:
+            OSError: If it cannot be written. No part of it is left, because the disk may be full, and the error names
+                the file.
         """
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A fixed name, so that the file of a killed run is overwritten.
         unfinished = path.with_name(f'{path.name}.unfinished')
-        with unfinished.open('wb') as file:
-            file.write(obj)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        try:
+            with unfinished.open('wb') as file:
+                file.write(obj)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            if error.errno and error.filename is None:  # of a call that has no path
+                error.filename = str(path)
+            raise
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         """Write text; see :meth:`put`.
@@ -65,9 +87,39 @@ class AtomicBackend(LocalBackend):
         self.put(obj.encode(encoding), filepath)
 
 
+class NoBatch(ValueError):
+    """Error of a data loader that gives no batch."""
+
+
+def refuse_empty_loader(loader: DataLoader) -> None:
+    """Refuse a data loader without a batch.
+
+    mmengine would train no step and write checkpoints of random weights, or end with a ``StopIteration``.
+
+    Args:
+        loader (DataLoader): The loader of the training data.
+
+    Raises:
+        NoBatch: If it drops its only batch because that batch is not full.
+    """
+    if not isinstance(loader, DataLoader):  # a loop of the user's own may have several
+        return
+    batches = loader.batch_sampler
+    sampler = getattr(batches, 'sampler', loader.sampler)  # a loader with a batch sampler of its own has another one
+    # The length of an endless sampler says nothing, and another class's may mean anything.
+    if type(sampler) not in (DefaultSampler, RandomSampler, SequentialSampler, DistributedSampler):
+        return
+    images, size = len(sampler), getattr(batches, 'batch_size', None)
+    if size and images < size and getattr(batches, 'drop_last', False):
+        raise NoBatch(
+            f'train_dataloader: drop_last=True leaves no batch, because a process has {images} images, fewer than '
+            f'batch_size={size}; set drop_last=False, or batch_size={max(images, 1)} or less'
+        )
+
+
 @HOOKS.register_module(force=True)
 class EvaluateEndedHook(Hook):
-    """Hook that evaluates a resumed run that has nothing left to train.
+    """Hook that evaluates a resumed run that has nothing left to train, and refuses one that has no batch.
 
     mmengine writes the last checkpoint before the last evaluation. A run that was killed in between and is resumed
     trains no step and evaluates nothing, and ends without an error and without its AP.
@@ -77,7 +129,12 @@ class EvaluateEndedHook(Hook):
     """
 
     def before_train(self, runner) -> None:
-        """Remember the first iteration. mmengine's runner calls this after reading the checkpoint."""
+        """Remember the first iteration. mmengine's runner calls this after reading the checkpoint.
+
+        Raises:
+            NoBatch: See :func:`refuse_empty_loader`.
+        """
+        refuse_empty_loader(runner.train_dataloader)
         self._first = runner.iter
 
     def after_train(self, runner) -> None:

@@ -45,6 +45,11 @@ def test_a_path_that_resembles_nothing(tmp_path, capsys, monkeypatch):
     for name in ('mmdet::xyz/123.py', 'xyz/123.py', f'{tmp_path}/123.py', '::', 'child.py/mmm'):
         (tmp_path / 'child.py').write_text('')
         assert line_of(capsys, 'report', name).endswith('; check the path'), name
+    assert line_of(capsys, 'report', '').endswith(
+        'error: the name of the config is empty; give the path of a config file'
+    )
+    (tmp_path / 'loop.py').symlink_to('loop.py')
+    assert line_of(capsys, 'report', 'loop.py').endswith('; check the path')  # and not: did you mean loop.py?
     assert line_of(capsys, 'report', 'mmdet::mask_rcnn').endswith(
         'error: mmdet::mask_rcnn is a folder; give the path of a config file in it'
     )
@@ -110,6 +115,11 @@ def test_budgets_and_sizes():
     for text, message in (('800', 'cannot be read'), ('axb', 'cannot be read'), ('16x1333', '32 or more')):
         with pytest.raises(ValueError, match=message):
             parse_size(text)
+
+
+def test_a_misspelt_override(capsys):
+    line = line_of(capsys, 'plan', FRCNN, '--budget', '8GiB', '--cfg-options', 'modle.backbone.depth=101')
+    assert line.endswith("--cfg-options modle.backbone.depth: the config has no 'modle'; did you mean 'model'?")
 
 
 def test_a_missing_budget_is_said_before_the_config_is_read(monkeypatch, capsys):

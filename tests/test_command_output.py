@@ -1,5 +1,6 @@
 """An answer that nobody reads, a full disk and Ctrl-C end the command without a traceback."""
 
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -7,10 +8,19 @@ import sys
 import time
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from sbp_mmdet.plan import command, report
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
+
+
+def _run_without_stderr(stdout):
+    os.dup2(stdout, 1)
+    os.close(2)
+    sys.stdout, sys.stderr = open(1, 'w', closefd=False), None
+    command.main(['plan', RETINA, '--size', '64x64', '--budget', '9GiB', '--json'])
 
 
 def _run(stdout, stderr, waits, words):
@@ -73,3 +83,25 @@ def test_a_process_without_stdout(monkeypatch):
     """Python sets ``sys.stdout`` to ``None`` if it was closed before the process began."""
     monkeypatch.setattr(sys, 'stdout', None)
     command.main(['report', RETINA])
+
+
+def test_a_process_without_stderr(tmp_path):
+    file = tmp_path / 'answer'
+    with file.open('w') as answer:
+        process = mp.get_context('fork').Process(target=_run_without_stderr, args=(answer.fileno(),))
+        process.start()
+        process.join(60)
+    assert process.exitcode == 0 and json.loads(file.read_text())['answer'] == 'none'
+
+
+def test_warnings_of_checkpointing_in_a_model_of_mmdet(monkeypatch, recwarn):
+    """mmdet's Swin does not say which checkpoints it means."""
+
+    def build(*args):
+        checkpoint(torch.nn.Identity(), torch.zeros(1, requires_grad=True))
+        raise ValueError('built')
+
+    monkeypatch.setattr(report, 'build_detector', build)
+    with pytest.raises(SystemExit):
+        command.main(['report', RETINA])
+    assert not [one for one in recwarn if 'use_reentrant' in str(one.message)]

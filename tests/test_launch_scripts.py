@@ -1,6 +1,7 @@
 """The launch scripts pass on their arguments."""
 
 import os
+import re
 import socket
 
 import pytest
@@ -33,6 +34,23 @@ def test_launcher_is_valid_and_explains_itself(script, tmp_path):
     done = run('bash', TOOLS / script, 'only-one', cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert f'bash tools/{script} ' in done.stderr and 'PY_ARGS' in done.stderr and 'set -' not in done.stderr
+
+
+@pytest.mark.parametrize('word', ['--help', '-h'])
+@pytest.mark.parametrize('script', [*LAUNCHERS, 'setup_env.sh', 'quickstart.sh', 'run_tests.sh', 'gpu_report.sh'])
+def test_help_is_printed_and_nothing_else_is_done(script, word, tmp_path):
+    done = run('bash', TOOLS / script, word, cwd=tmp_path, SBP_PYTHON='/does/not/exist', seconds=20)
+    comment = re.match(r'#!.*\n((?:#.*\n)+)', (TOOLS / script).read_text())[1]
+    assert done.stdout.strip() == re.sub(r'^# ?', '', comment, flags=re.M).strip() and not done.stderr
+
+
+@pytest.mark.parametrize('script', ['setup_env.sh', 'quickstart.sh'])
+def test_scripts_that_work_for_minutes_refuse_arguments(script, tmp_path):
+    done = run('bash', TOOLS / script, '--preset', cwd=tmp_path, SBP_PYTHON='/does/not/exist', check=False, seconds=20)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == (
+        f"error: {TOOLS / script} takes no arguments, and not '--preset'; --help lists the variables that it reads\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The synthetic data set is reproducible, and its annotations describe its pictures."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -62,3 +63,20 @@ def test_annotations_describe_the_visible_pixels(split, made):
             assert annotation['area'] == mask.sum() > 0
             left, top, width, height = annotation['bbox']
             assert (left, left + width - 1, top, top + height - 1) == (columns[0], columns[-1], rows[0], rows[-1])
+
+
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['--train', '0'], '--train 0 must be 1 or more'),
+        (['--val', '-1'], '--val -1 must be 0 or more'),
+        (['--size', '1'], '--size 1 must be 32 or more'),
+        ([], '--out .*file/in cannot be written: .*; give another folder'),
+    ],
+)
+def test_arguments_that_make_no_data_set(words, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / 'file').touch()
+    monkeypatch.setattr(sys, 'argv', ['make_synthetic_coco.py', '--out', str(tmp_path / 'file/in'), *words])
+    with pytest.raises(SystemExit) as stopped:
+        synthetic.main()
+    assert re.search(said, f'{stopped.value}\n{capsys.readouterr().err}')

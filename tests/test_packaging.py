@@ -79,7 +79,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_configs_of_the_wheel_can_be_inherited(elsewhere):
+def test_configs_of_the_wheel_can_be_inherited(elsewhere, monkeypatch):
     folder, python = elsewhere
     (folder / 'child.py').write_text(CHILD)
     (folder / 'new_style.py').write_text(NEW_STYLE)
@@ -87,6 +87,9 @@ def test_configs_of_the_wheel_can_be_inherited(elsewhere):
     assert said[0] == "['sbp_mmdet'] None SBPSwinTransformer"
     assert said[1] == "['sbp_mmdet'] [{'type': 'LeanHook', 'preset': 'int8'}] None"
     with pytest.raises(ValueError, match="config 'no.py' does not exist; choose from .*convnext-tiny_in1k.py"):
+        sbp_mmdet.config('no.py')
+    monkeypatch.setattr(sbp_mmdet, '__file__', '/there/package.whl/sbp_mmdet/__init__.py')
+    with pytest.raises(ValueError, match='no configs beside .*package.whl.*; install the package by pip, not as a zip'):
         sbp_mmdet.config('no.py')
 
 

@@ -1,9 +1,13 @@
 """Mistakes in keys of a config, in overrides and in weights end in a line of the training script, too."""
 
 import copy
+import errno
 import io
 import json
+import os
 import re
+import sys
+import tempfile
 import urllib.error
 from argparse import Namespace
 from pathlib import Path
@@ -12,6 +16,9 @@ import pytest
 import torch
 from helpers import TOOLS, make_project, run, run_forked
 from mmengine.registry import init_default_scope
+
+from sbp_mmdet.plan import command
+from sbp_mmdet.plan.variants import load_config
 
 import mmdet_script  # isort: skip  (helpers puts tools/ on the path)
 import checkpoints  # isort: skip
@@ -39,6 +46,7 @@ def config(project, monkeypatch):
     [
         (LEAN, 'custom_hooks=.* must be a list of dicts'),
         (['LeanHook'], "custom_hooks: 'LeanHook' must be a dict with a type"),
+        (["dict(type='LeanHook')"], 'custom_hooks: "dict.* is text; --cfg-options has no dicts, so write them in a'),
         ([dict(preset='exact')], 'must be a dict with a type'),
         ([LEAN, dict(LEAN, preset='int8')], 'two LeanHooks, and both change the whole model; .*modules='),
         ([LEAN, dict(LEAN, modules=['neck'])], 'two LeanHooks, and both change neck'),
@@ -76,6 +84,7 @@ def test_what_the_backbone_gives_to_the_neck(options, message, config):
         ('custom_hooks.preset', 'custom_hooks is a list of 1; .*such as custom_hooks.0.preset'),
         ('custom_hooks.1.preset', 'custom_hooks is a list of 1; .*such as custom_hooks.0.preset'),
         ('train_cfg.max_epochs.no', 'train_cfg.max_epochs is .*override train_cfg.max_epochs itself'),
+        ('model.neck.in_channels.0', 'model.neck.in_channels is a list, whose members are replaced together; override'),
     ],
 )
 def test_overrides_that_do_not_fit(key, message, project):
@@ -99,13 +108,73 @@ def test_a_module_that_cannot_be_imported(name, remedy, project):
     assert '\n' not in str(found.value)
 
 
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ("_base_ = 'child.py'\n", 'child.py inherits from itself; look at _base_'),
+        ('raise SystemExit(3)\n', 'child.py: SystemExit: 3'),
+    ],
+)
+def test_configs_that_cannot_be_read(text, message, project):
+    child = project.with_name('child.py')
+    child.write_text(text)
+    assert mmdet_script.toolbox_of([str(child)]) == 'mmdet'
+    with pytest.raises(PreflightError, match=message):
+        preflight.load_config(str(child))
+    with pytest.raises(ValueError, match=message):
+        load_config(str(child))
+    with pytest.raises(PreflightError, match='is a folder; give the path of a config file in it'):
+        preflight.load_config(str(project.parent))
+
+
+@pytest.mark.parametrize(
+    ('words', 'wrong'),
+    [
+        (['--cfg-options', 'a=1', 'model.backbone'], "'model.backbone' must be KEY=VALUE"),
+        (['--cfg-opt=model'], "'model' must be KEY=VALUE"),
+        (['--cfg-options', 'a=(0,1', '--resume'], r"'a=\(0,1' has a bracket without its counterpart"),
+        (['--cfg-options', 'a=0,[1'], r"'a=0,\[1' has a bracket without its counterpart"),
+    ],
+)
+def test_overrides_that_cannot_be_parsed(words, wrong, project, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['train.py', str(project), *words])
+    with pytest.raises(SystemExit, match=f'^error: --cfg-options: {wrong}'):
+        mmdet_script.run('train.py', ('train',))
+    with pytest.raises(SystemExit):
+        command.main(['plan', str(project), '--budget', '8GiB', *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f'argument --cfg-options: {wrong}', line)
+
+
 def test_keys_of_dataloaders(config):
     config.train_dataloader.batchsize = 1
     with pytest.raises(PreflightError, match="train_dataloader.batchsize=1: .*did you mean 'batch_size'"):
         preflight.check_config(config, ('train',))
 
 
-def test_places_to_write_to(config, tmp_path):
+def refuse_to_write(dir):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_copy_of_the_config_that_would_replace_it(config, project):
+    for name in ('', '.', str(project.parent)):
+        with pytest.raises(PreflightError, match=f'work directory .*: mmengine would overwrite .*{project.name} with'):
+            preflight.check_arguments(config, Namespace(work_dir=name))
+    copy = project.parent / 'run' / project.name
+    copy.parent.mkdir()
+    copy.write_text(config.pretty_text)
+    preflight.check_arguments(config, Namespace(work_dir=str(copy.parent)))
+    preflight.check_arguments(preflight.load_config(str(copy)), Namespace(work_dir=str(copy.parent)))
+
+
+def test_a_folder_is_no_checkpoint(config, tmp_path):
+    with pytest.raises(PreflightError, match=f'checkpoint: {tmp_path} is a folder; name a checkpoint in it'):
+        checkpoints.check_checkpoint(str(tmp_path), 'checkpoint', config)
+    config.strategy = dict(type='DeepSpeedStrategy')
+    checkpoints.check_checkpoint(str(tmp_path), 'load_from', config, whole_run=True)
+
+
+def test_places_to_write_to(config, tmp_path, monkeypatch):
     (tmp_path / 'file').touch()
     preflight.check_arguments(config, Namespace(work_dir=str(tmp_path / 'new/er'), out='a.pkl'))
     for name in ('file', 'file/in'):
@@ -113,6 +182,13 @@ def test_places_to_write_to(config, tmp_path):
             PreflightError, match='work directory .*file is a file; give another folder with --work-dir'
         ):
             preflight.check_arguments(config, Namespace(work_dir=str(tmp_path / name)))
+    for name in ('/proc/new', '/proc/new/er'):  # root may write there, as far as permissions tell
+        with pytest.raises(PreflightError, match=f'work directory {name}: /proc cannot be written to .*--work-dir'):
+            preflight.check_arguments(config, Namespace(work_dir=name))
+    monkeypatch.setattr(tempfile, 'mkdtemp', refuse_to_write)
+    with pytest.raises(PreflightError, match='work directory work_dirs/tiny: .* cannot be written to .Read-only'):
+        preflight.check_arguments(config, Namespace(work_dir=None))
+    monkeypatch.undo()
     with pytest.raises(PreflightError, match='--out a.json: .*ends in .pkl'):
         preflight.check_arguments(config, Namespace(out='a.json'))
     preflight.check_arguments(config, Namespace(out='a.json', out_item='metrics'))  # of mmpretrain
@@ -144,10 +220,14 @@ def test_annotation_files_are_checked_for_what_training_reads(config, tmp_path, 
             r"train_cfg: \w+ has no argument 'max_epoch'; did you mean 'max_epochs'",
         ),
         ('default_hooks.timer.type=IterTimeHook', "default_hooks.timer.type='IterTimeHook' is not registered; did you"),
+        (
+            'train_dataloader.batch_size=9 train_dataloader.batch_sampler.drop_last=True',
+            'drop_last=True leaves no batch',
+        ),
     ],
 )
 def test_what_mmdet_finds_is_a_line_as_well(option, message, project):
-    done = run_forked(TOOLS / 'train.py', project.name, '--cfg-options', option, cwd=project.parent)
+    done = run_forked(TOOLS / 'train.py', project.name, '--cfg-options', *option.split(), cwd=project.parent)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('error: ')]
     assert done.returncode == 1 and 'Traceback' not in done.stdout
     assert re.search(message, line), line
@@ -197,8 +277,45 @@ def test_more_classes_than_the_data_have(config, capsys):
 
 
 def test_a_warning_is_repeated_after_a_traceback(project):
-    options = ('model.roi_head.mask_head.num_classes=80', 'train_dataloader.num_workers=-1')
+    options = ('model.roi_head.mask_head.num_classes=80', 'train_dataloader.prefetch_factor=2')
     done = run('python', TOOLS / 'train.py', project.name, '--cfg-options', *options, cwd=project.parent, check=False)
     before, _, after = done.stderr.rpartition('Traceback')
     assert done.returncode == 1
     assert [text.count('mask_head: num_classes=80') for text in (before, after)] == [1, 1], done.stderr
+
+
+# A training with a limit on the size of files, which is to it what a full disk is.
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+runpy.run_path({script!r}, run_name='__main__')
+"""
+# A training in whose second step the user presses Ctrl-C.
+INTERRUPTED = """
+import runpy, sys
+from mmengine.runner import EpochBasedTrainLoop as Loop
+step = Loop.run_iter
+def run_iter(self, number, batch):
+    if self._iter == 1:
+        raise KeyboardInterrupt
+    step(self, number, batch)
+Loop.run_iter = run_iter
+runpy.run_path({script!r}, run_name='__main__')
+"""
+
+
+@pytest.mark.parametrize(
+    ('program', 'code', 'said'),
+    [
+        (FULL_DISK, 1, 'error: .*epoch_1.pth cannot be written: File too large; make room there, and go on with --res'),
+        (INTERRUPTED, 130, 'interrupted; --resume goes on from the last checkpoint'),
+    ],
+    ids=['full disk', 'interrupted'],
+)
+def test_a_training_that_cannot_go_on(program, code, said, project, tmp_path):
+    script = tmp_path / 'run.py'
+    script.write_text(program.format(script=str(TOOLS / 'train.py')))
+    words = project.name, '--work-dir', tmp_path / 'run'
+    done = run_forked(script, *words, cwd=project.parent, PYTHONPATH=TOOLS)
+    assert re.match(said, done.stdout.splitlines()[-1]) and 'Traceback' not in done.stdout
+    assert done.returncode == code and not [*(tmp_path / 'run').glob('*.pth*')]

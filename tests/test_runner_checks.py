@@ -1,23 +1,54 @@
 """What mmengine's runner would end with a traceback about is a line of the training script."""
 
 import pytest
+import torch
 from helpers import TOOLS  # noqa: F401  it puts tools/ on the path
+from mmdet.datasets import AspectRatioBatchSampler
 from mmdet.registry import HOOKS
 from mmengine.config import Config
+from mmengine.dataset import DefaultSampler, InfiniteSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import sbp_mmdet
+from sbp_mmdet.plan.config_checks import check_config
 from sbp_mmdet.plan.config_keys import describe_mistake, refuse_bad_priorities, refuse_missing_scope
+from sbp_mmdet.resume import NoBatch, refuse_empty_loader
 
 import hook_checks  # isort: skip
 from annotation_files import PreflightError  # isort: skip
 from runner_checks import check_launcher, check_optimizer, check_runner_keys  # isort: skip
 
+IMAGES = [torch.zeros(1)] * 3
 LOOP = dict(
     model=dict(type='DINO'),
     train_dataloader=dict(batch_size=2, dataset=dict(type='CocoDataset')),
     train_cfg=dict(type='EpochBasedTrainLoop', max_epochs=1),
     optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
 )
+
+
+WRONG_VALUES = [
+    (dict(train_cfg=dict(max_epochs='two')), "train_cfg.max_epochs='two' must be a whole number of 1 or more"),
+    (dict(train_cfg=dict(max_epochs=1.5)), 'train_cfg.max_epochs=1.5 must be a whole number'),
+    (dict(train_cfg=dict(max_iters=0)), 'train_cfg.max_iters=0 must be a whole number of 1 or more'),
+    (dict(train_cfg=dict(val_interval=0)), 'train_cfg.val_interval=0 must be a whole number of 1 or more'),
+    (dict(train_dataloader=dict(num_workers=-1)), 'train_dataloader.num_workers=-1 must be a whole number of 0'),
+    (dict(randomness=dict(seed='abc')), "randomness.seed='abc' must be a whole number of 0 or more"),
+    (dict(log_level='foo'), "log_level='foo' is unknown; write one of 'DEBUG', 'INFO'"),
+    (
+        dict(train_dataloader=dict(dataset=dict(datasets=[dict(type='CocoDataset'), dict(times=0, dataset={})]))),
+        'train_dataloader.dataset.datasets.1.times=0 leaves no image; write 1 or more',
+    ),
+    (
+        dict(train_dataloader=dict(dataset=dict(datasets=()))),
+        r'train_dataloader.dataset.datasets=\[\] leaves no image; name one data set or more',
+    ),
+]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from IMAGES
 
 
 def test_a_config_without_validation_is_right():
@@ -43,11 +74,41 @@ def test_a_config_without_validation_is_right():
             dict(train_dataloader=dict(dataset=dict(dataset=dict(datasets=[])))),
             r'train_dataloader.dataset.dataset.datasets=\[\] leaves no image',
         ),
+        *WRONG_VALUES,
     ],
 )
 def test_keys_of_the_runner(change, message):
     with pytest.raises(PreflightError, match=message):
         check_runner_keys(Config(dict(LOOP, **change)), ('train', 'val'))
+
+
+@pytest.mark.parametrize(('change', 'message'), WRONG_VALUES)
+def test_the_planner_refuses_the_same_values(change, message):
+    check_config(Config(dict(LOOP, randomness=dict(seed=None), log_level=20)))
+    with pytest.raises(ValueError, match=message):
+        check_config(Config(dict(LOOP, **change)))
+
+
+@pytest.mark.parametrize('own', [True, False], ids=['batch sampler', 'loader'])
+def test_a_loader_that_drops_its_only_batch(own):
+    def make(sampler, batch, drop=True):
+        if own:
+            return DataLoader(IMAGES, batch_sampler=AspectRatioBatchSampler(sampler, batch, drop_last=drop))
+        return DataLoader(IMAGES, batch, sampler=sampler, drop_last=drop)
+
+    with pytest.raises(
+        NoBatch, match='drop_last=True leaves no batch, because a process has 3 images, .* batch_size=3'
+    ):
+        refuse_empty_loader(make(DefaultSampler(IMAGES), 4))
+    refuse_empty_loader(make(DefaultSampler(IMAGES), 3))
+    refuse_empty_loader(make(DefaultSampler(IMAGES), 4, drop=False))
+    refuse_empty_loader(make(InfiniteSampler(IMAGES), 4))  # goes on with the first image again
+
+
+def test_loaders_that_do_not_tell():
+    refuse_empty_loader([DataLoader(IMAGES)])
+    refuse_empty_loader(DataLoader(IMAGES, batch_size=None))
+    refuse_empty_loader(DataLoader(Stream(), batch_size=4, drop_last=True))
 
 
 @pytest.mark.parametrize('arguments', [dict(lr='0.01'), dict(lr=-1), dict(lrr=0.1), dict(lr=0.1, momentum='0.9')])
@@ -99,6 +160,8 @@ def test_settings_of_a_rehearsal(keys, message):
     config = Config(dict(custom_hooks=[dict(type='RehearseHook', **keys)], model=dict(type='DINO')))
     with pytest.raises(PreflightError, match=message):
         hook_checks.check_hooks(config)
+    with pytest.raises(ValueError, match=message):
+        check_config(config)
 
 
 def test_a_toolbox_that_is_not_installed():

@@ -85,7 +85,7 @@ def test_arguments_that_the_config_or_the_machine_cannot_follow(config):
         preflight.check_arguments(config, args)
 
 
-def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(project, monkeypatch, tmp_path):
+def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(project, monkeypatch, tmp_path, capsys):
     """The replacement of mmdet's script has its own parser, and its main function parses the command line again."""
     script = tmp_path / 'train.py'
     script.write_text(
@@ -100,6 +100,7 @@ def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(projec
         'def main():\n'
         '    seen.append(parse_args())\n'
         'seen = mmengine.seen = []\n'
+        'print("could not import something optional")\n'
     )
     monkeypatch.chdir(project.parent)
     monkeypatch.setattr(mmdet_script, 'find_script', lambda *names: script)
@@ -107,6 +108,7 @@ def test_script_takes_what_the_checks_decided_and_leaves_the_command_line(projec
     monkeypatch.setattr('sys.argv', [*words])
     mmdet_script.run('train.py', ('train', 'val'))
     (args,) = mmengine.seen
+    assert 'optional' not in capsys.readouterr().out
     assert sys.argv == words and args.config == 'tiny.py' and args.resume is None
     assert args.cfg_options['train_cfg.max_epochs'] == 1
     assert args.cfg_options['default_hooks.checkpoint.backend_args.backend'] == 'atomic'

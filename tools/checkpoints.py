@@ -126,8 +126,12 @@ def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = Fals
     Raises:
         PreflightError: For the first thing that is wrong.
     """
-    if '://' in path or Path(path).expanduser().is_dir():
+    if '://' in path:
         return
+    if Path(path).expanduser().is_dir():
+        if 'strategy' in config:  # those of FSDP and DeepSpeed write folders
+            return
+        raise PreflightError(f'{key}: {path} is a folder; name a checkpoint in it, such as epoch_12.pth')
     reason = describe_damage(Path(path).expanduser())
     if reason:
         raise PreflightError(f'{key}: {path} {reason}; name a whole checkpoint (working folder: {Path.cwd()})')

@@ -12,6 +12,8 @@
 #   SBP_PYTHON     the python with torch (default python3)
 #   SBP_COMMIT     the commit, if the files come without their history
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+answer_help "$@"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 python=${SBP_PYTHON:-python3}

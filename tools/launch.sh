@@ -6,9 +6,12 @@ set -f # SRUN_ARGS and PY_ARGS are split into words, but no word is expanded to 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
+source "$root/tools/usage.sh"
+answer_help "$@"
+
 # usage: prints the comment at the head of the script, and stops.
 usage() {
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
+    print_usage >&2
     exit 2
 }
 

@@ -8,6 +8,7 @@ bytes; an image depends on the seed, the split and its number only, so a larger 
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import cv2
@@ -88,7 +89,14 @@ def main():
     parser.add_argument('--val', type=int, default=100, metavar='N', help='validation images (default: 100)')
     parser.add_argument('--size', type=int, default=192, help='side of the square images in pixels (default: 192)')
     parser.add_argument('--seed', type=int, default=0, help='default: 0')
-    make_dataset(**vars(parser.parse_args()))
+    args = parser.parse_args()
+    for name, least in (('train', 1), ('val', 0), ('size', 32), ('seed', 0)):
+        if getattr(args, name) < least:
+            parser.error(f'--{name} {getattr(args, name)} must be {least} or more')
+    try:
+        make_dataset(**vars(args))
+    except OSError as error:
+        sys.exit(f'error: --out {args.out} cannot be written: {error}; give another folder')
 
 
 if __name__ == '__main__':

@@ -6,10 +6,13 @@ are written into the parsed arguments, which the script's ``main`` uses.
 
 import atexit
 import contextlib
+import errno
 import importlib.util
 import io
 import os
+import signal
 import sys
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +21,14 @@ __all__ = [
     'check_start',
     'checkpoint_options',
     'find_script',
+    'find_work_dir',
     'let_threads_sleep',
     'run',
     'say',
     'toolbox_of',
 ]
+
+_OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run(name: str, splits: tuple[str, ...]) -> None:
@@ -38,13 +44,18 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     let_threads_sleep()
     try:
         find_script(name)  # the checks need mmdet, whichever toolbox's script runs
-        script = _load(find_script(name, toolbox_of(sys.argv[1:])))
+        with _quiet_imports():
+            script = _load(find_script(name, toolbox_of(sys.argv[1:])))
     except FileNotFoundError as error:
         sys.exit(f'error: {error}')
-    args = script.parse_args()
+    try:
+        args = script.parse_args()
+    except (AssertionError, ValueError):  # of mmengine's action for --cfg-options
+        if wrong := _find_bad_option(sys.argv[1:]):
+            sys.exit(f'error: --cfg-options: {wrong}')
+        raise
 
-    # onedl-mmdetection prints lines when its data sets are imported, between those that tell about the training.
-    with contextlib.redirect_stdout(io.StringIO()):
+    with _quiet_imports():
         from hook_checks import given
         from preflight import PreflightError, check_arguments, check_config, load_config  # needs mmdet
 
@@ -68,8 +79,14 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     script.parse_args = lambda: args
     try:
         script.main()
+    except KeyboardInterrupt:
+        say('interrupted; --resume goes on from the last checkpoint' if name == 'train.py' else 'interrupted')
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if text := isinstance(error, (KeyError, TypeError)) and _describe_mistake(config, error):
+        if isinstance(error, OSError) and error.errno in _OF_FULL_DISKS:
+            where = error.filename or find_work_dir(config, args)
+            sys.exit(f'error: {where} cannot be written: {error.strerror}; make room there, and go on with --resume')
+        if text := _describe_mistake(config, error):
             sys.exit(f'error: {config.filename}: {text}')
         for warning in given:  # they may say why, and were printed long ago
             atexit.register(say, warning)  # after the traceback
@@ -81,13 +98,43 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         os._exit(0)
 
 
+@contextlib.contextmanager
+def _quiet_imports():
+    """Drop what onedl-mmdetection prints when it is imported, between the lines that tell about the training.
+
+    Its metrics warn that faster_coco_eval, which is optional, is missing.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'faster_coco_eval is not installed')
+        yield
+
+
+def _find_bad_option(words):
+    """Return which override among the words of a command line cannot be parsed, and why, or ``None``."""
+    overrides = False
+    for word in words:
+        if word.startswith('--'):
+            name, _, word = word.partition('=')
+            overrides = len(name) > 3 and '--cfg-options'.startswith(name)
+        if not overrides or not word:
+            continue
+        if word.find('=') < 1:
+            return f'{word!r} must be KEY=VALUE, for example model.backbone.depth=101'
+        if any(word.count(opening) != word.count(closing) for opening, closing in ('()', '[]')):
+            return f'{word!r} has a bracket without its counterpart'
+    return None
+
+
 def _describe_mistake(config, error):
-    """Return which value of the config an error of mmengine's registries is about, or ``None`` for any other error."""
+    """Return which value of the config an error is about, or ``None`` if it is not known to be about one."""
     try:
         from sbp_mmdet.plan.config_keys import describe_mistake
+        from sbp_mmdet.resume import NoBatch
     except ImportError:
         return None
-    return describe_mistake(config, error)
+    if isinstance(error, NoBatch):
+        return f'{error}'
+    return describe_mistake(config, error) if isinstance(error, (KeyError, TypeError)) else None
 
 
 def toolbox_of(words: list[str]) -> str:
@@ -107,7 +154,7 @@ def toolbox_of(words: list[str]) -> str:
         scope = file and Config.fromfile(file, import_custom_modules=False).get('default_scope')
     except ModuleNotFoundError as error:  # of the package that the config inherits from
         scope = str(error).partition(' ')[0]
-    except Exception:  # a broken config is reported by the checks
+    except (Exception, SystemExit):  # a broken config is reported by the checks
         scope = None
     return 'mmpretrain' if scope == 'mmpretrain' else 'mmdet'
 
@@ -179,8 +226,7 @@ def check_start(config, args: Namespace) -> None:
     load_from = config.get('load_from') if args.resume is None else args.resume
     resume = args.resume is not None or config.get('resume', False)
     if resume and load_from in (None, 'auto'):
-        work_dir = Path(args.work_dir or config.get('work_dir') or Path('work_dirs', Path(args.config).stem))
-        load_from, reason = checkpoints.last_whole_checkpoint(work_dir)
+        load_from, reason = checkpoints.last_whole_checkpoint(find_work_dir(config, args))
         if reason and load_from is None:
             raise checkpoints.PreflightError(
                 f'--resume: {reason}, and there is no whole checkpoint beside it; without --resume the training '
@@ -195,6 +241,18 @@ def check_start(config, args: Namespace) -> None:
     checkpoints.check_initial_weights(config)
     if load_from:
         checkpoints.check_checkpoint(str(load_from), '--resume' if resume else 'load_from', config, whole_run=resume)
+
+
+def find_work_dir(config, args: Namespace) -> Path:
+    """Return the folder that mmdet's script writes to.
+
+    Args:
+        config (Config): The config, with the overrides of the command line.
+        args (Namespace): Arguments of the script.
+    """
+    given = getattr(args, 'work_dir', None)
+    given = config.get('work_dir') if given is None else given
+    return Path('work_dirs', Path(config.filename or '').stem) if given is None else Path(given)
 
 
 def checkpoint_options(config) -> dict:

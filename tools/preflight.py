@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations,
 from hook_checks import build_on_meta, check_hooks, class_name, dicts, warn, warn_if_unused, with_our_import
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS, TRANSFORMS
+from mmdet_script import find_work_dir
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.runner import Runner
@@ -46,11 +48,17 @@ def load_config(path: str, options: dict | None = None) -> Config:
         raise PreflightError(
             f'config {path}: this script takes a file; write one that inherits from it: _base_ = {path!r}'
         )
+    if Path(path).is_dir():
+        raise PreflightError(f'{path} is a folder; give the path of a config file in it')
     if not Path(path).is_file():
         raise PreflightError(f'config file {path} does not exist (working folder: {Path.cwd()}); check the path')
     try:
         config = Config.fromfile(path)
-    except Exception as error:  # a config is a program: whatever it may raise
+    except RecursionError as error:
+        raise PreflightError(
+            f'config file {path} inherits from itself; look at _base_ in it and in its parents'
+        ) from error
+    except (Exception, SystemExit) as error:  # a config is a program: whatever it may raise
         text = _describe_missing_import(error) or f'{type(error).__name__}: {error}'
         raise PreflightError(f'config file {path}: {text}') from error
     _check_options(config, options or {})
@@ -80,7 +88,7 @@ def _check_options(config, options):
     known = {*config, *inspect.signature(Runner.__init__).parameters, 'tta_model', 'tta_pipeline'}
     for key in options:
         first = key.partition('.')[0]
-        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.85)
+        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.8)
         if near:
             raise PreflightError(f"--cfg-options {key}: the config has no '{first}'; did you mean '{near[0]}'?")
 
@@ -94,7 +102,8 @@ def check_arguments(config: Config, args: Namespace) -> None:
 
     Raises:
         PreflightError: For ``--auto-scale-lr`` without ``auto_scale_lr.base_batch_size``, ``--amp`` on a CPU, a work
-            directory that cannot be made, or a file for predictions that is not named as a pickle.
+            directory that cannot be made or in which the config would be overwritten, or a file for predictions that is
+            not named as a pickle.
     """
     check_launcher(getattr(args, 'launcher', 'none'))
     scaling = config.get('auto_scale_lr') or {}
@@ -105,19 +114,34 @@ def check_arguments(config: Config, args: Namespace) -> None:
         )
     if getattr(args, 'amp', False) and get_device() == 'cpu':
         raise PreflightError('--amp: mixed precision needs a GPU, and there is none; leave --amp out')
-    if work_dir := getattr(args, 'work_dir', None) or config.get('work_dir'):
-        _check_work_dir(Path(work_dir))
+    _check_work_dir(find_work_dir(config, args), config)
     out = getattr(args, 'out', None)
     if out and getattr(args, 'out_item', None) in ('pred', None) and not out.endswith(('.pkl', '.pickle')):
         raise PreflightError(f'--out {out}: predictions are written as a pickle; give a name that ends in .pkl')
 
 
-def _check_work_dir(path):
+def _check_work_dir(path, config):
     found = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not found.is_dir():
         raise PreflightError(f'work directory {path}: {found} is a file; give another folder with --work-dir')
-    if not os.access(found, os.W_OK):
-        raise PreflightError(f'work directory {path}: {found} cannot be written to; give another one with --work-dir')
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=found))  # permissions alone do not tell: not every file system can be written to
+    except OSError as error:
+        raise PreflightError(
+            f'work directory {path}: {found} cannot be written to ({error.strerror}); give another one with --work-dir'
+        ) from error
+    file = Path(config.filename or '')
+    copy = path / file.name
+    if file.is_file() and copy.exists() and copy.samefile(file) and _is_written_by_hand(file):
+        raise PreflightError(
+            f'work directory {path}: mmengine would overwrite {file} with its copy of the config, in which all parents '
+            'are merged; give another folder with --work-dir'
+        )
+
+
+def _is_written_by_hand(file):
+    """Return whether a config is none of mmengine's copies, which have no parents and no comments."""
+    return re.search(r'^\s*#|_base_|read_base', file.read_text(), re.M) is not None
 
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:

@@ -7,6 +7,8 @@
 #
 # The environment variables of tools/setup_env.sh apply.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+take_no_arguments "$@"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" # the config and everything that it names stand relative to the checkout
 

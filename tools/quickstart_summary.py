@@ -54,7 +54,10 @@ def plot_losses(losses: dict[str, dict[int, float]], path: Path) -> None:
 def main():
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    config, work_dir = load_config(sys.argv[1]), Path(sys.argv[2])
+    try:
+        config, work_dir = load_config(sys.argv[1]), Path(sys.argv[2])
+    except ValueError as error:
+        sys.exit(f'error: {error}')
     try:
         losses = {name: read_losses(work_dir / name) for name in TRAININGS}
         checkpoint = (work_dir / 'lean/last_checkpoint').read_text().strip()

@@ -5,6 +5,8 @@
 #
 # The environment variables of tools/setup_env.sh apply.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+answer_help "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The tests start some hundred processes, each of which would compile this package again.

@@ -4,6 +4,7 @@ Nothing here imports sbp_mmdet, see :mod:`preflight`.
 """
 
 import os
+import sys
 
 import torch
 from annotation_files import PreflightError
@@ -51,13 +52,20 @@ def check_runner_keys(config: Config, splits: tuple[str, ...]) -> None:
         splits (tuple[str, ...]): Loops that are run: 'train', 'val', 'test'.
 
     Raises:
-        PreflightError: If the model is no dict, a loop has some of its keys only, a batch size is no whole number of 1
-            or more, or a wrapper of data sets holds none.
+        PreflightError: If the model is no dict, a loop has some of its keys only, a number is no whole number or too
+            small, or a wrapper of data sets holds none.
     """
     if not isinstance(config.get('model'), dict):
         raise PreflightError(
             f"{config.filename}: model={config.get('model')!r} must be a dict such as dict(type='DINO')"
         )
+    if 'sbp_mmdet' in sys.modules:  # imported by the config
+        from sbp_mmdet.plan.config_values import refuse_bad_values  # noqa: PLC0415
+
+        try:
+            refuse_bad_values(config)
+        except ValueError as error:
+            raise PreflightError(f'{config.filename}: {error}') from error
     for split in splits:
         keys = _OF_LOOPS[split]
         missing = [key for key in keys if config.get(key) is None]

@@ -7,6 +7,8 @@
 #   SBP_CACHE=DIR                where environments and compiled wheels live (default ~/.cache/sbp_mmdet)
 #   PYTHON=python3.x             the interpreter to build on (default python3; 3.10 or newer)
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+take_no_arguments "$@"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf '[setup] %s\n' "$*" >&2; }

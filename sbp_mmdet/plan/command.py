@@ -53,7 +53,12 @@ __all__ = ['main']
 
 _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Warnings of mmdet's and mmcv's code, which the user cannot act upon.
-_OF_LIBRARIES = ('torch.meshgrid: in an upcoming release', 'Default ``avg_non_ignore`` is False', 'In MMCV v')
+_OF_LIBRARIES = (
+    'torch.meshgrid: in an upcoming release',
+    'torch.utils.checkpoint: the use_reentrant parameter',
+    'Default ``avg_non_ignore`` is False',
+    'In MMCV v',
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,6 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments (list[str] | None): Arguments of the command line. If ``None``, those of the process. Default: None.
     """
+    if sys.stderr is None:  # it was closed before the process began, and libraries write to it
+        _redirect_to_nowhere(2)
+        sys.stderr = open(2, 'w', encoding='utf-8', closefd=False)
     try:
         try:
             _run_command(arguments)
@@ -72,21 +80,22 @@ def main(arguments: list[str] | None = None) -> None:
         print('sbp-mmdet: interrupted', file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:  # whoever read the answer has seen enough
-        _discard_stdout()
+        _redirect_to_nowhere(1)  # Python tries to write the rest of the answer when the process ends
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
         if error.errno not in _OF_FULL_DISKS:
             raise
-        _discard_stdout()
+        _redirect_to_nowhere(1)
         where = error.filename or 'the answer'
         print(f'sbp-mmdet: error: {where} cannot be written: {error.strerror}; make room there', file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def _discard_stdout():
-    """Redirect stdout to nowhere, because Python tries to write the rest of the answer when the process ends."""
-    with open(os.devnull, 'w', encoding='utf-8') as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+def _redirect_to_nowhere(descriptor):
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _run_command(arguments):

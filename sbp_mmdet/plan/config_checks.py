@@ -16,9 +16,11 @@ from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
 
 from ..hooks import LeanHook
-from ..surgery import ModelHook, hook_class, model_hooks
+from ..surgery import ModelHook, hook_arguments, hook_class, model_hooks
 from .backbone_checks import check_backbones, is_ours
 from .config_keys import refuse_bad_priorities, refuse_missing_scope
+from .config_values import refuse_bad_values
+from .rehearse import RehearseHook
 from .transforms import name_of
 
 __all__ = [
@@ -52,13 +54,17 @@ _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strat
 
 
 class ConfigOptions(DictAction):
-    """Action of ``--cfg-options``: values that are no KEY=VALUE end in a message instead of a traceback."""
+    """Action of ``--cfg-options``: values that cannot be parsed end in a message instead of a traceback."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         """Parse the values, see :class:`argparse.Action`."""
         for value in values:
             if value.find('=') < 1:
                 raise argparse.ArgumentError(self, f'{value!r} must be KEY=VALUE, for example model.backbone.depth=101')
+            try:
+                super().__call__(parser, argparse.Namespace(), [value], option_string)
+            except (AssertionError, ValueError):  # mmengine's own, of brackets
+                raise argparse.ArgumentError(self, f'{value!r} has a bracket without its counterpart') from None
         super().__call__(parser, namespace, values, option_string)
 
 
@@ -86,7 +92,7 @@ def check_options(config: Config, options: Mapping | None) -> None:
     known = {*config, *inspect.signature(Runner.__init__).parameters, 'tta_model', 'tta_pipeline'}
     for key in options or ():
         first = key.partition('.')[0]
-        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.85)
+        near = [] if first in known else difflib.get_close_matches(first, known, n=1, cutoff=0.8)
         if near:
             raise ValueError(f"--cfg-options {key}: the config has no '{first}'; did you mean '{near[0]}'?")
 
@@ -124,9 +130,14 @@ def check_config(config: Config) -> None:
     if not isinstance(hooks, (list, tuple)):
         raise ValueError(f"custom_hooks={hooks!r} must be a list of dicts, for example [dict(type='LeanHook')]")
     for hook in hooks:
+        if isinstance(hook, str) and '(' in hook:
+            raise ValueError(f'custom_hooks: {hook!r} is text; --cfg-options has no dicts, so write them in a config')
         if not isinstance(hook, dict) or 'type' not in hook:
             raise ValueError(f"custom_hooks: {hook!r} must be a dict with a type, for example dict(type='LeanHook')")
+        if name_of(hook) == 'RehearseHook':  # the other hooks of this package are built below
+            RehearseHook(**hook_arguments(hook))
     refuse_bad_priorities(hooks)
+    refuse_bad_values(config)
     refuse_missing_scope(config)
     for name, hook in (config.get('default_hooks') or {}).items():
         if isinstance(hook, dict) and hook.get('type') and isinstance(kind := hook_class(hook), type):

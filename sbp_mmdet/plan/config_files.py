@@ -19,6 +19,8 @@ def find_config_file(name: str) -> Path:
     Raises:
         ValueError: If there is no such package or file. The message names the config that the name resembles.
     """
+    if not name:
+        raise ValueError('the name of the config is empty; give the path of a config file')
     package, _, rest = name.rpartition('::')
     file = _folder_of(package, name) / rest if package else Path(name)
     if file.is_dir():
@@ -60,7 +62,7 @@ def _find_resembling(file):
     for part in file.relative_to(found).parts:
         if not (found / part).exists():
             try:
-                names = [one.name for one in found.iterdir() if one.is_dir() or one.suffix == '.py']
+                names = [one.name for one in found.iterdir() if one.is_dir() or (one.suffix == '.py' and one.exists())]
             except OSError:  # no folder, or one that may not be read
                 return None
             near = difflib.get_close_matches(part, names, n=1)

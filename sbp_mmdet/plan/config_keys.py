@@ -75,6 +75,8 @@ def _describe_path(config, key):
                 rest = words[i + word.isdigit() :]
                 example = '.'.join([where, '0', *rest])
                 return f'{where} is a list of {len(node)}; its members have numbers from 0, such as {example}'
+            if i == len(words) - 1:
+                return f'{where} is a list, whose members are replaced together; override {where} itself'
             node = node[int(word)]
         elif isinstance(node, dict):
             if word not in node:

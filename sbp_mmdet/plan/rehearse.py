@@ -17,6 +17,7 @@ from mmengine.hooks import Hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..presets import refuse_unknown_keys
+from ..resume import refuse_empty_loader
 from ..surgery import unwrapped
 from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verification_off
@@ -69,12 +70,14 @@ class RehearseHook(Hook):
 
         Raises:
             DoesNotFit: See :class:`RehearseHook`.
+            NoBatch: See :func:`.resume.refuse_empty_loader`.
         """
         from .batch import while_as_if_trained  # noqa: PLC0415
         from .inputs import find_classes  # noqa: PLC0415
         from .planner import parse_bytes  # noqa: PLC0415  the planner is loaded where it is used
         from .tables import format_gib  # noqa: PLC0415
 
+        refuse_empty_loader(runner.train_dataloader)
         budget = _get_gpu_memory(runner.model) if self.budget is None else parse_bytes(self.budget)
         batch, batch_shape = build_largest_batch(runner)
         model = unwrapped(runner.model)

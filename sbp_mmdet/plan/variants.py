@@ -80,7 +80,9 @@ def load_config(path: str, options: dict | None = None) -> Config:
     file = find_config_file(str(path))
     try:
         config = Config.fromfile(file, import_custom_modules=False)
-    except Exception as error:  # a config is a program and may raise any error
+    except RecursionError as error:
+        raise ValueError(f'config file {path} inherits from itself; look at _base_ in it and in its parents') from error
+    except (Exception, SystemExit) as error:  # a config is a program and may raise any error, or end
         missing = re.search(r'[\'"](.+\.py)[\'"]', f'{error}') if isinstance(error, FileNotFoundError) else None
         similar = find_similar_config(Path(missing[1])) if missing else None
         hint = f'; did you mean {similar}?' if similar else ''

@@ -1,0 +1,59 @@
+"""Values of a config with which no training runs, although no class refuses them."""
+
+import logging
+
+from mmengine.config import Config
+
+__all__ = ['refuse_bad_values']
+
+# The least value of each key that is a whole number.
+_WHOLE_NUMBERS = {
+    'train_cfg.max_epochs': 1,
+    'train_cfg.max_iters': 1,
+    'train_cfg.val_begin': 0,
+    'train_cfg.val_interval': 1,
+    'train_dataloader.num_workers': 0,
+    'val_dataloader.num_workers': 0,
+    'test_dataloader.num_workers': 0,
+    'randomness.seed': 0,
+}
+_LEVELS = ('DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL')
+
+
+def refuse_bad_values(config: Config) -> None:
+    """Refuse values whose errors, raised by mmengine or torch much later, would not name their keys.
+
+    Args:
+        config (Config): Any config.
+
+    Raises:
+        ValueError: If a number is no whole number or too small, ``log_level`` is no level of logging, or a wrapper of
+            data sets leaves no image.
+    """
+    for key, least in _WHOLE_NUMBERS.items():
+        owner, name = key.split('.')
+        node = config.get(owner)
+        value = node.get(name) if isinstance(node, dict) else None
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(f'{key}={value!r} must be a whole number of {least} or more')
+    level = config.get('log_level')
+    if level is not None and not isinstance(level, int) and level not in logging._nameToLevel:
+        raise ValueError(f'log_level={level!r} is unknown; write one of {", ".join(map(repr, _LEVELS))}')
+    for split in ('train', 'val', 'test'):
+        loader = config.get(f'{split}_dataloader')
+        if isinstance(loader, dict):
+            _refuse_empty_wrappers(f'{split}_dataloader.dataset', loader.get('dataset'))
+
+
+def _refuse_empty_wrappers(key, dataset):
+    if not isinstance(dataset, dict):
+        return
+    times, parts = dataset.get('times'), dataset.get('datasets')
+    if type(times) is int and times < 1:  # a sampler would look for an image for ever
+        raise ValueError(f'{key}.times={times} leaves no image; write 1 or more')
+    parts = parts if isinstance(parts, (list, tuple)) else None
+    if parts is not None and not parts:
+        raise ValueError(f'{key}.datasets=[] leaves no image; name one data set or more')
+    _refuse_empty_wrappers(f'{key}.dataset', dataset.get('dataset'))
+    for i, part in enumerate(parts or ()):
+        _refuse_empty_wrappers(f'{key}.datasets.{i}', part)
