@@ -19,7 +19,7 @@ from .adapters import LeanModule, adapter_of
 from .adapters.inputs import are_known_inputs
 from .adapters.resnet import LeanSplitAttention
 from .adapters.resnet_chain import may_chain
-from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
+from .checkpointing import Checkpointed, find_override, mix_out_checkpoint, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form
 from .ops.common.modes import evaluates_lean, runs_within_others
@@ -158,7 +158,8 @@ def parts_to_checkpoint(
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'mask head' (the only
             one, of few classes), 'RoI head' (any other one), 'layer' (of a transformer), 'block' (of backbone or neck,
             which runs its own code), 'layered block' (of a backbone, which calls layers that save a map each), 'mixed
-            block' (such a block with layers that run their own code).
+            block' (such a block with layers that run their own code), 'derived block' (of a backbone that has such
+            blocks, whose class has a forward pass of its own).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -260,10 +261,20 @@ def _is_mixed(module):
     return own_code or any(isinstance(inside, LeanSplitAttention) for inside in lean)
 
 
-_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
+def _is_derived(module):
+    """Return whether a module is of a class that derives from that of such a block and has a forward of its own."""
+    if not _is_unchanged_block(module):
+        return False
+    kind = adapter_of(module)
+    return kind.calls_layers and not kind.is_stock(module)
+
+
+_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed, 'derived block': _is_derived}
 
 
 def _may_run_twice(part):
+    if find_override({*map(type, part.parameters())}):
+        return False
     return all(map(of_known_library, part.modules())) and is_known_inside(part)
 
 
