@@ -12,6 +12,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .ops.common.gathered import record_gathered, replay_gathered
 from .ops.common.kept_maps import KeptMap
 from .ops.common.modes import runs_within_others
 from .ops.common.module_state import ModuleState, submodules
@@ -164,7 +165,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     leaves, structure = args, None
     if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
         leaves, structure = tree_flatten((args, kwargs))
-    parts, started, state = submodules([module]), None, None
+    parts, started, state, gathered = submodules([module]), None, None, []
     kinds = {*map(type, leaves), *[type(p) for part in parts for p in part._parameters.values()]}
     if not kinds <= _PLAIN_KINDS and (own := find_override(kinds)):
         _warn_of_tensors(type(module).__name__, own)
@@ -175,12 +176,12 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
         args, kwargs = (leaves, {}) if structure is None else tree_unflatten(leaves, structure)
         if started is not None:
             # A scope of its own, in which no outer maps are shared.
-            with state.restored(), keep_buffers(module, started), Scope():
+            with state.restored(), keep_buffers(module, started), Scope(), replay_gathered(gathered):
                 return forward(*args, **kwargs)
         buffers = [buffer for buffer in _buffers(parts) if type(buffer.module) not in _NORMS]
         for buffer in buffers:
             buffer.value = buffer.tensor.detach().clone()
-        with Scope():  # maps that outer layers share would not be found by the recomputation
+        with Scope(), record_gathered(gathered):  # the recomputation would not find maps that outer layers share
             out = forward(*args, **kwargs)
         started, state = [buffer for buffer in buffers if buffer.changed], ModuleState(parts)
         return out
