@@ -158,8 +158,7 @@ def parts_to_checkpoint(
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'mask head' (the only
             one, of few classes), 'RoI head' (any other one), 'layer' (of a transformer), 'block' (of backbone or neck,
             which runs its own code), 'layered block' (of a backbone, which calls layers that save a map each), 'mixed
-            block' (such a block with layers that run their own code), 'derived block' (of a backbone that has such
-            blocks, whose class has a forward pass of its own).
+            block' (such a block with layers that run their own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -263,14 +262,6 @@ def _is_mixed(module):
     return bool(own_code) or any(isinstance(inside, LeanSplitAttention) for inside in lean)
 
 
-def _is_derived(module):
-    """Return whether a module is of a class that derives from that of such a block and has a forward of its own."""
-    if not _is_unchanged_block(module):
-        return False
-    kind = adapter_of(module)
-    return kind.calls_layers and not kind.is_stock(module) and not _synchronises(module.modules())
-
-
 def _synchronises(modules):
     """Return whether any of the modules is a SyncBN, whose own code would communicate once more if it ran again.
 
@@ -279,7 +270,7 @@ def _synchronises(modules):
     return any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
 
-_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed, 'derived block': _is_derived}
+_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
 
 
 def _may_run_twice(part):

@@ -38,13 +38,7 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset(
-            'exact',
-            'exact gradients; stores the input of a block and recomputes the rest',
-            'exact',
-            Form(),
-            checkpoints=('mixed block', 'derived block'),
-        ),
+        Preset('exact', 'exact gradients; stores the input of a block and recomputes the rest', 'exact', Form()),
         Preset(
             'exact_min',
             'exact gradients in the least memory; neck and heads are recomputed too',

@@ -182,12 +182,9 @@ def test_blocks_that_are_no_part_of_a_chain_are_recomputed(name):
     apply_lean(exact, 'exact')
     changed = apply_lean(least, 'exact_min').changed
     assert changed['backbone.layer3.1'] == 'exact, recomputed in the backward pass'
-    (plain_stored, *expected), (stored, *exact_actual), (least_stored, *actual) = map(_step, (plain, exact, least))
+    (_, *expected), (stored, *_), (least_stored, *actual) = map(_step, (plain, exact, least))
     _compare(actual, expected)
-    _compare(exact_actual, expected)
-    # `exact` recomputes blocks with plugins, too, but neither neck nor head.
-    most = 0.7 * stored if 'context block' not in name else min(0.96 * stored, 0.27 * plain_stored)
-    assert least_stored < most, (least_stored, stored, plain_stored)
+    assert least_stored < 0.7 * stored
     for detector in (plain, least):  # a hook that comes later runs once
         detector.backbone.layer3[1].conv1.register_forward_hook(lambda module, args, out: out * 0.5)
         detector.zero_grad()
