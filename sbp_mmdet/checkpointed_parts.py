@@ -19,7 +19,7 @@ from .adapters import LeanModule, adapter_of
 from .adapters.inputs import are_known_inputs
 from .adapters.resnet import LeanSplitAttention
 from .adapters.resnet_chain import may_chain
-from .checkpointing import Checkpointed, mix_out_checkpoint, run_checkpointed
+from .checkpointing import Checkpointed, find_override, mix_out_checkpoint, run_checkpointed
 from .chunked_heads import computes_rois_one_by_one, runs_in_chunks
 from .ops.common.autograd_function import Form
 from .ops.common.modes import evaluates_lean, runs_within_others
@@ -256,14 +256,26 @@ def _is_mixed(module):
         return False
     lean = [inside for inside in module.modules() if isinstance(inside, LeanModule)]
     bypassed = {*lean, *(layer for inside in lean for layer in inside._lean.bound.used)}
-    own_code = any(layer._parameters and layer not in bypassed for layer in module.modules())
-    return own_code or any(isinstance(inside, LeanSplitAttention) for inside in lean)
+    own_code = [layer for layer in module.modules() if layer._parameters and layer not in bypassed]
+    if _synchronises(own_code):
+        return False
+    return bool(own_code) or any(isinstance(inside, LeanSplitAttention) for inside in lean)
+
+
+def _synchronises(modules):
+    """Return whether any of the modules is a SyncBN, whose own code would communicate once more if it ran again.
+
+    A process that does not recompute the block, because of a hook inside of it, would not communicate.
+    """
+    return any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
 
 _LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
 
 
 def _may_run_twice(part):
+    if find_override({*map(type, part.parameters())}):
+        return False
     return all(map(of_known_library, part.modules())) and is_known_inside(part)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.utils.checkpoint as cp
@@ -12,15 +12,18 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .ops.common.gathered import record_gathered, replay_gathered
+from .ops.common.kept_maps import KeptMap
 from .ops.common.modes import runs_within_others
 from .ops.common.module_state import ModuleState, submodules
-from .ops.common.shared_maps import Scope
+from .ops.common.shared_maps import Scope, open_scope, share_map
 from .surgery import Mixin, mix_in, mix_out, named_submodules
 
 __all__ = [
     'Checkpointed',
     'DrawsInside',
     'checkpoint_modules',
+    'find_override',
     'keep_buffers',
     'mix_out_checkpoint',
     'refuse_replays',
@@ -34,6 +37,7 @@ _NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 # ``__torch_function__`` of classes of tensors that do not override torch's functions, such as Parameter and DTensor.
 _NO_FUNCTIONS = torch._C._disabled_torch_function_impl
+_PLAIN_KINDS = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str, tuple, torch.Size))
 
 
 class _Buffer:
@@ -140,9 +144,9 @@ def mix_out_checkpoint(module: nn.Module, mixin: type[Mixin] | tuple[type[Mixin]
 def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
     """Run a method of a module that saves its inputs only, and is recomputed in the backward pass.
 
-    A call with a tensor whose class overrides ``__torch_function__`` is not recomputed, because torch disables the
-    override in a backward pass that begins at such a tensor. Nor is one with a tensor made in ``torch.inference_mode``,
-    which autograd cannot save, while the module's own code may only read it.
+    A call with an input or a parameter whose class overrides ``__torch_function__`` is not recomputed, because torch
+    disables the override in a backward pass that begins at such a tensor. Nor is one with an input made in
+    ``torch.inference_mode``, which autograd cannot save, while the module's own code may only read it.
 
     The recomputation begins with the buffers that the first run began with, so that it computes the same, and leaves
     them as the first run left them. Parameters, mode and settings of the modules are those of the first run, too.
@@ -162,28 +166,33 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     leaves, structure = args, None
     if kwargs or any([isinstance(value, (tuple, list, dict)) and not _is_size(value) for value in args]):
         leaves, structure = tree_flatten((args, kwargs))
-    if own := _find_override(leaves):
+    parts, started, state, gathered = submodules([module]), None, None, []
+    kinds = {*map(type, leaves), *[type(p) for part in parts for p in part._parameters.values()]}
+    if not kinds <= _PLAIN_KINDS and (own := find_override(kinds)):
         _warn_of_tensors(type(module).__name__, own)
         return forward(*args, **kwargs)
     if _has_inference_tensors(leaves):
         return forward(*args, **kwargs)
-    parts, started, state = submodules([module]), None, None
 
     def run(*leaves):
         nonlocal started, state
         args, kwargs = (leaves, {}) if structure is None else tree_unflatten(leaves, structure)
         if started is not None:
             # A scope of its own, in which no outer maps are shared.
-            with state.restored(), keep_buffers(module, started), Scope():
+            with state.restored(), keep_buffers(module, started), Scope(), replay_gathered(gathered):
                 return forward(*args, **kwargs)
         buffers = [buffer for buffer in _buffers(parts) if type(buffer.module) not in _NORMS]
         for buffer in buffers:
             buffer.value = buffer.tensor.detach().clone()
-        with Scope():  # maps that outer layers share would not be found by the recomputation
+        with Scope(), record_gathered(gathered):  # the recomputation would not find maps that outer layers share
             out = forward(*args, **kwargs)
         started, state = [buffer for buffer in buffers if buffer.changed], ModuleState(parts)
         return out
 
+    if open_scope() is not None:
+        for leaf in leaves:  # layers of the same input save no copy of it in eight bits or half precision
+            if isinstance(leaf, Tensor) and leaf.dim() == 4:
+                share_map(leaf, KeptMap(leaf))
     return cp.checkpoint(run, *leaves, use_reentrant=False)
 
 
@@ -192,11 +201,14 @@ def _has_inference_tensors(values):
     return any([isinstance(value, Tensor) and value.is_inference() for value in values])
 
 
-def _find_override(leaves):
-    """Return the name of the first class of tensors that overrides ``__torch_function__``, or ``None``."""
-    for leaf in leaves:
-        kind = type(leaf)
-        if kind is not Tensor and isinstance(leaf, Tensor) and kind.__torch_function__ is not _NO_FUNCTIONS:
+def find_override(kinds: Iterable[type]) -> str | None:
+    """Return the name of the first class of tensors that overrides ``__torch_function__``, or ``None``.
+
+    Args:
+        kinds (Iterable[type]): Classes of tensors and of other objects.
+    """
+    for kind in kinds:
+        if issubclass(kind, Tensor) and kind is not Tensor and kind.__torch_function__ is not _NO_FUNCTIONS:
             return kind.__name__
     return None
 
@@ -204,7 +216,10 @@ def _find_override(leaves):
 @functools.cache
 def _warn_of_tensors(module, tensors):
     """Log once for each class of modules that it is not recomputed."""
-    text = f'{module} is not recomputed in the backward pass, because {tensors}, an input, overrides __torch_function__'
+    text = (
+        f'{module} is not recomputed in the backward pass, because {tensors}, the class of an input or a parameter, '
+        'overrides __torch_function__'
+    )
     print_log(text, logger='current', level=logging.WARNING)
 
 

@@ -66,6 +66,16 @@ def test_a_rank_with_hooks(name):
     run_ranks(compare_ranks, name, 'exact', 3, hook_activations, seconds=60)
 
 
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize(('name', 'split', 'change'), [
+    ('ResNeSt', 3, hook_activations), ('plugins', 3, hook_activations),
+    ('plugins', 4, leave_alone),  # mmdet's ResNeSt refuses a batch without images
+])  # fmt: skip
+def test_blocks_that_are_recomputed_in_one_rank_or_in_both(preset, name, split, change):
+    """The recomputation does not communicate."""
+    run_ranks(compare_ranks, name, preset, split, change, seconds=60)
+
+
 def verify_with_hooks_in_one_rank():
     dist.init_process_group('gloo')
     model, lengths = build_module(BACKBONES['ResNet-18, training'][0]), []

@@ -117,7 +117,12 @@ _SCALES = (LayerScale, 'sbp_mmdet.models.vit.LayerScale', 'mmpretrain.models.uti
 
 
 def _check_no_plugins(block):
-    return 'it has plugins' if getattr(block, 'with_plugins', False) else problem_of_copy(block)
+    # Blocks of a stage without plugins say `with_plugins`, too, if another stage has some.
+    plugged = getattr(block, 'with_plugins', False) and any(vars(block).get(names, True) for names in _PLUGIN_NAMES)
+    return 'it has plugins' if plugged else problem_of_copy(block)
+
+
+_PLUGIN_NAMES = 'after_conv1_plugin_names', 'after_conv2_plugin_names', 'after_conv3_plugin_names'
 
 
 def _check_all_tensors(norm):

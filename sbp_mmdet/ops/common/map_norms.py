@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .gathered import gather
 from .layouts import memory_format
 from .precision import accumulator, cast
 
@@ -176,8 +177,7 @@ def _sync_batch_norm(s, t, z):
     var, mean = torch.var_mean(z.to(full), (0, 2, 3), correction=0)
     count = torch.full_like(mean[:1], z.numel() // channels)
     mine = torch.cat([mean.nan_to_num(0), var.nan_to_num(0), count])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(s.process_group))]
-    dist.all_gather(every, mine, s.process_group)
+    every = gather(mine, s.process_group)
     means, variances, counts = torch.stack(every).split([channels, channels, 1], 1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count
@@ -226,8 +226,7 @@ def _sync_batch_norm_by_kernels(s, t, z):
         mean, rstd = (z.new_full((channels,), value, dtype=accumulator(z)) for value in (0, 1))
     count = torch.full_like(mean[:1], z.numel() // channels or _NO_POSITIONS)
     mine = torch.cat([mean, rstd, count])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(s.process_group))]
-    dist.all_gather(every, mine, s.process_group)
+    every = gather(mine, s.process_group)
     means, rstds, counts = torch.stack(every).split([channels, channels, 1], 1)
     running, counts = (t.running_mean, t.running_var), counts.reshape(-1)
     # The kernel reads the counts in the precision of the running statistics.
