@@ -18,7 +18,8 @@ def _rehearse():
     """Return peak and budget of each process, and the messages of both."""
     dist.init_process_group('gloo')
     rank, said = dist.get_rank(), []
-    runner = SimpleNamespace(model=nn.Linear(1, 1), logger=SimpleNamespace(info=said.append))
+    logger = SimpleNamespace(info=said.append)
+    runner = SimpleNamespace(model=nn.Linear(1, 1), logger=logger, train_dataloader=None)
     for peaks, budgets, words in (
         ((5, 6), ('8GiB', '8GiB'), 'needs 6.00 GiB: it fits'),
         ((5, 6), (None, None), 'needs 6.00 GiB here; no budget was given'),

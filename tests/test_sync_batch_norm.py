@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sbp_mmdet.ops.common import map_norms
+from sbp_mmdet.ops.common import gathered, map_norms
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 DIMS = (0, 2, 3)
@@ -103,7 +103,8 @@ def run_processes(maps, weight, norm, momentum=0.1, dtype=torch.float64):
         results[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(map_norms, 'dist', processes)
+        for module in (gathered, map_norms):
+            patch.setattr(module, 'dist', processes)
         threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
         [thread.start() for thread in threads]
         [thread.join(60) for thread in threads]
