@@ -256,18 +256,8 @@ def _is_mixed(module):
         return False
     lean = [inside for inside in module.modules() if isinstance(inside, LeanModule)]
     bypassed = {*lean, *(layer for inside in lean for layer in inside._lean.bound.used)}
-    own_code = [layer for layer in module.modules() if layer._parameters and layer not in bypassed]
-    if _synchronises(own_code):
-        return False
-    return bool(own_code) or any(isinstance(inside, LeanSplitAttention) for inside in lean)
-
-
-def _synchronises(modules):
-    """Return whether any of the modules is a SyncBN, whose own code would communicate once more if it ran again.
-
-    A process that does not recompute the block, because of a hook inside of it, would not communicate.
-    """
-    return any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+    own_code = any(layer._parameters and layer not in bypassed for layer in module.modules())
+    return own_code or any(isinstance(inside, LeanSplitAttention) for inside in lean)
 
 
 _LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}

@@ -171,7 +171,7 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
     if not kinds <= _PLAIN_KINDS and (own := find_override(kinds)):
         _warn_of_tensors(type(module).__name__, own)
         return forward(*args, **kwargs)
-    if _has_inference_tensors(leaves):
+    if any([isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves]):
         return forward(*args, **kwargs)
 
     def run(*leaves):
@@ -194,11 +194,6 @@ def run_checkpointed(module: nn.Module, forward: Callable, args: tuple, kwargs: 
             if isinstance(leaf, Tensor) and leaf.dim() == 4:
                 share_map(leaf, KeptMap(leaf))
     return cp.checkpoint(run, *leaves, use_reentrant=False)
-
-
-def _has_inference_tensors(values):
-    """Return whether any value is a tensor made in ``torch.inference_mode``."""
-    return any([isinstance(value, Tensor) and value.is_inference() for value in values])
 
 
 def find_override(kinds: Iterable[type]) -> str | None:

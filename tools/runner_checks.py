@@ -1,6 +1,6 @@
 """Checks of the keys of a config that mmengine's runner reads, and of the variables that a launcher sets.
 
-Nothing here imports sbp_mmdet, see :mod:`preflight`.
+What sbp_mmdet checks is checked here only if the config has imported it, see :mod:`preflight`.
 """
 
 import os

@@ -92,6 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _redirect_to_nowhere(descriptor):
+    """Discard what is written to a file descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere != descriptor:
         os.dup2(nowhere, descriptor)
