@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbp_mmdet import apply_lean
 
-__all__ = ['PRESETS', 'counts', 'measure', 'models', 'table']
+__all__ = ['PRESETS', 'count', 'measure', 'models', 'table']
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / 'docs/results/issue_time.json'
@@ -131,7 +131,7 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts(step: Callable[[], Tensor]) -> dict[str, int]:
+def count(step: Callable[[], Tensor]) -> dict[str, int]:
     """Count ``calls`` of Python functions and of functions in C, ``operations`` and autograd ``nodes`` of a step.
 
     Args:
@@ -181,7 +181,7 @@ def measure(name: str, presets: list[str], rounds: int, repeats: int) -> Iterato
     for preset in presets:
         model = build(name, preset)
         steps[preset] = lambda model=model: (model.zero_grad(), run(model))[1]
-        rows[preset] = dict(model=name, preset=preset, **counts(steps[preset]), seconds=float('inf'))
+        rows[preset] = dict(model=name, preset=preset, **count(steps[preset]), seconds=float('inf'))
     gc.collect()
     gc.disable()
     try:

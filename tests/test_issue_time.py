@@ -42,7 +42,7 @@ def count_calls(name, preset, in_half=False, **options):
         with torch.autocast('cpu', torch.bfloat16, enabled=in_half):
             return run(model)
 
-    return issue_time.counts(step)
+    return issue_time.count(step)
 
 
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='torch 2.3 and older are issued by other calls')
@@ -72,7 +72,7 @@ def test_what_is_counted():
     """A product and its backward pass are counted; two of their operations are transposed views."""
     layer = nn.Linear(2, 3, bias=False)
     x = torch.ones(1, 2)
-    counts = issue_time.counts(lambda: (layer.zero_grad(), layer(x).sum())[1])
+    counts = issue_time.count(lambda: (layer.zero_grad(), layer(x).sum())[1])
     # t, mm, sum; ones_like, expand, t, mm, t, detach or not.
     assert 8 <= counts['operations'] <= 12
     assert counts['nodes'] == 4  # sum, mm, t, and where the weight's gradient goes

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpu_parts import ROOT, Part
 from gpu_trials import Trial
 
-__all__ = ['Estimate', 'add_counted', 'estimates', 'table']
+__all__ = ['Estimate', 'add_counted', 'compare_estimates', 'table']
 
 _NEAR = (0.95, 1.05)  # of measured / estimated: within it, an estimate was right
 CONTEXT = 0.6e9  # what `needs` of the planner has for CUDA's context, which a cap on torch does not hold
@@ -82,7 +82,7 @@ def _ratios(file: str, model: str | None = None) -> dict[str, float]:
     return {row.get('preset'): row['ratio'] for row in rows if row.get('ratio')}
 
 
-def estimates(part: Part, trial: Trial, rows: dict[str, dict]) -> Iterator[Estimate]:
+def compare_estimates(part: Part, trial: Trial, rows: dict[str, dict]) -> Iterator[Estimate]:
     """Yield all figures of a trial that were estimated and measured.
 
     Args:

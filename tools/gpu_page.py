@@ -4,7 +4,7 @@ import re
 import tarfile
 from pathlib import Path
 
-from gpu_estimates import add_counted, estimates, table
+from gpu_estimates import add_counted, compare_estimates, table
 from gpu_parts import Part
 from gpu_rows import lines_of, read_rows
 
@@ -75,7 +75,7 @@ def _trials(part, out, found):
         if not rows:
             continue
         add_counted(part, trial, rows)
-        found += estimates(part, trial, rows)
+        found += compare_estimates(part, trial, rows)
         lines += [f'**{trial.name}**', '', benchmark_table([*rows.values()], markdown=True), '']
         for row in rows.values() if part.name == 'blocks' else ():
             lines += _profile(row)

@@ -69,8 +69,8 @@ def _verify(args: argparse.Namespace, config: Config) -> None:
     part, settings = list_changes(config, args.preset)[0]
     if settings.preset.form is None:
         raise ValueError(
-            f'{args.config}: its preset {settings.preset.name!r} leaves every operation as it is, so there is nothing '
-            'to verify; name another one, such as --preset exact'
+            f'{args.config}: preset {settings.preset.name!r} leaves every operation as it is, so there is nothing to '
+            'verify; name another one, such as --preset exact'
         )
     settings = dataclasses.replace(settings, modules=(part,)) if part else settings
     try:
