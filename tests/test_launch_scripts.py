@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 
 import pytest
 from helpers import ROOT, TOOLS, make_project, run
@@ -73,7 +74,7 @@ def test_dist_train(launch):
     options = ['--work-dir', 'a dir', '--cfg-options', 'a=*', 'b="[(1, 2)]"']
     words, environment = launch('dist_train.sh', 'my config.py', '2', *options, PY_ARGS='--amp  c=*')
     assert words == [
-        *('python', '-m', 'torch.distributed.run', '--nnodes=1', '--node_rank=0', '--master_addr=127.0.0.1'),
+        *('python', str(TOOLS / 'torchrun.py'), '--nnodes=1', '--node_rank=0', '--master_addr=127.0.0.1'),
         *('--master_port=29500', '--nproc_per_node=2', str(TOOLS / 'train.py'), 'my config.py'),
         *('--launcher', 'pytorch', *options, '--amp', 'c=*'),
     ]
@@ -84,7 +85,7 @@ def test_dist_test_on_several_nodes(launch):
     variables = dict(NNODES='4', NODE_RANK='3', MASTER_ADDR='node0', PORT='1234', PYTHON='other-python')
     words, environment = launch('dist_test.sh', 'c.py', 'my model.pth', '8', '--tta', PYTHONPATH='/mine', **variables)
     assert words == [
-        *('other-python', '-m', 'torch.distributed.run', '--nnodes=4', '--node_rank=3', '--master_addr=node0'),
+        *('other-python', str(TOOLS / 'torchrun.py'), '--nnodes=4', '--node_rank=3', '--master_addr=node0'),
         *('--master_port=1234', '--nproc_per_node=8', str(TOOLS / 'test.py'), 'c.py', 'my model.pth'),
         *('--launcher', 'pytorch', '--tta'),
     ]
@@ -127,3 +128,16 @@ def test_two_cpu_ranks_train_and_test(tmp_path):
     assert 'Epoch(train) [1][1/1]' in log and 'coco/segm_mAP:' in log
     assert 'GPU number: 2' in log and 'Distributed launcher: pytorch' in log
     assert (folder / 'two ranks/epoch_1.pth').is_file()
+
+
+@pytest.mark.parametrize(
+    ('end', 'code', 'said'),
+    [("sys.exit('error: mine')", 1, 'error: mine'), ('os._exit(7)', 7, ''), ('os.kill(os.getpid(), 9)', 1, 'SIGKILL')],
+)
+def test_processes_that_fail_are_reported_without_the_traceback_of_the_launcher(end, code, said, tmp_path):
+    ranks = tmp_path / 'ranks.py'
+    ranks.write_text(f'import os, sys, time\nif os.environ["RANK"] == "1": {end}\ntime.sleep(60)\n')
+    words = sys.executable, TOOLS / 'torchrun.py', '--standalone', '--nproc_per_node=2', ranks
+    done = run(*words, cwd=tmp_path, check=False)
+    assert done.returncode == code and said in done.stderr and 'Traceback' not in done.stderr
+    assert ('FAILED' in done.stderr) == (said == 'SIGKILL')  # the summary, which names it

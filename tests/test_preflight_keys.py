@@ -1,5 +1,6 @@
 """Mistakes in keys of a config, in overrides and in weights end in a line of the training script, too."""
 
+import argparse
 import copy
 import errno
 import io
@@ -18,6 +19,7 @@ from helpers import TOOLS, make_project, run, run_forked
 from mmengine.registry import init_default_scope
 
 from sbp_mmdet.plan import command
+from sbp_mmdet.plan.config_checks import add_config
 from sbp_mmdet.plan.variants import load_config
 
 import mmdet_script  # isort: skip  (helpers puts tools/ on the path)
@@ -46,7 +48,7 @@ def config(project, monkeypatch):
     [
         (LEAN, 'custom_hooks=.* must be a list of dicts'),
         (['LeanHook'], "custom_hooks: 'LeanHook' must be a dict with a type"),
-        (["dict(type='LeanHook')"], 'custom_hooks: "dict.* is text; --cfg-options has no dicts, so write them in a'),
+        (["dict(type='LeanHook')"], 'custom_hooks: "dict.* must be a dict with a type'),
         ([dict(preset='exact')], 'must be a dict with a type'),
         ([LEAN, dict(LEAN, preset='int8')], 'two LeanHooks, and both change the whole model; .*modules='),
         ([LEAN, dict(LEAN, modules=['neck'])], 'two LeanHooks, and both change neck'),
@@ -134,6 +136,11 @@ def test_configs_that_cannot_be_read(text, message, project):
         (['--cfg-opt=model'], "'model' must be KEY=VALUE"),
         (['--cfg-options', 'a=(0,1', '--resume'], r"'a=\(0,1' has a bracket without its counterpart"),
         (['--cfg-options', 'a=0,[1'], r"'a=0,\[1' has a bracket without its counterpart"),
+        (['--cfg-options', 'a=[dict(b=1,c=2)]'], r"'a=\[dict\(b=1,c=2\)\]' contains a dict; override one of its keys"),
+        (['--cfg-options', "a=dict(type='B')"], '.*contains a dict; override one of its keys'),
+        (['--cfg-options', "a=[0, {'b': 1}]"], '.*contains a dict; override one of its keys'),
+        (['--cfg-options', 'a=0', 'b=[f(1,2)]'], r"'b=\[f\(1,2\)\]' has text in front of a bracket"),
+        (['--cfg-options', 'a=0,f(1,2)'], r"'a=0,f\(1,2\)' has text in front of a bracket"),
     ],
 )
 def test_overrides_that_cannot_be_parsed(words, wrong, project, monkeypatch, capsys):
@@ -144,6 +151,15 @@ def test_overrides_that_cannot_be_parsed(words, wrong, project, monkeypatch, cap
         command.main(['plan', str(project), '--budget', '8GiB', *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(f'argument --cfg-options: {wrong}', line)
+
+
+@pytest.mark.parametrize('value', ['dictionary', 'weights(1).pth', '[(1,2),[a,b]]', 'f(1)', '', 'x{0}', '"(1, 2)"'])
+def test_overrides_that_can_be_parsed(value, project):
+    assert mmdet_script._find_bad_option([str(project), '--cfg-options', f'a={value}']) is None
+    parser = argparse.ArgumentParser()
+    add_config(parser)
+    (parsed,) = parser.parse_args([str(project), '--cfg-options', f'a={value}']).cfg_options.values()
+    assert parsed == {'[(1,2),[a,b]]': [(1, 2), ['a', 'b']], '"(1, 2)"': (1, 2)}.get(value, value)
 
 
 def test_keys_of_dataloaders(config):

@@ -35,11 +35,6 @@ def check_hooks(config):
             "[dict(type='LeanHook')]"
         )
     for hook in hooks:
-        if isinstance(hook, str) and '(' in hook:
-            raise PreflightError(
-                f'{config.filename}: custom_hooks: {hook!r} is text; --cfg-options has no dicts, so write them in a '
-                'config'
-            )
         if not isinstance(hook, dict) or 'type' not in hook:
             raise PreflightError(
                 f'{config.filename}: custom_hooks: {_plain(hook)!r} must be a dict with a type, for example '

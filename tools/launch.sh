@@ -27,7 +27,7 @@ by_torchrun() {
     local gpus=$1
     [[ $gpus == auto || $gpus == gpu ]] || check_number GPUS "$gpus" # torchrun counts them for these two words
     shift
-    exec "${PYTHON:-python}" -m torch.distributed.run \
+    exec "${PYTHON:-python}" "$root/tools/torchrun.py" \
         --nnodes="${NNODES:-1}" \
         --node_rank="${NODE_RANK:-0}" \
         --master_addr="${MASTER_ADDR:-127.0.0.1}" \

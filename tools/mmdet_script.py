@@ -10,6 +10,7 @@ import errno
 import importlib.util
 import io
 import os
+import re
 import signal
 import sys
 import warnings
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DICT = re.compile(r'(^|[\[(,\s])(dict\(|\{)')  # at the beginning of a value, or of a member of it
+# mmengine's parser, which looks for a comma outside of brackets, does not return for these.
+_TEXT_BEFORE_BRACKET = re.compile(r'[^\[\](),\s][\[(][^\[\]()]*,')
 
 
 def run(name: str, splits: tuple[str, ...]) -> None:
@@ -50,10 +54,10 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         sys.exit(f'error: {error}')
     try:
         args = script.parse_args()
-    except (AssertionError, ValueError):  # of mmengine's action for --cfg-options
-        if wrong := _find_bad_option(sys.argv[1:]):
-            sys.exit(f'error: --cfg-options: {wrong}')
+    except (AssertionError, ValueError, RecursionError):  # of mmengine's action for --cfg-options
+        _refuse_bad_options(sys.argv[1:])
         raise
+    _refuse_bad_options(sys.argv[1:])
 
     with _quiet_imports():
         from hook_checks import given
@@ -109,6 +113,12 @@ def _quiet_imports():
         yield
 
 
+def _refuse_bad_options(words):
+    """End with a line that names the first override among the words of a command line that cannot be parsed."""
+    if wrong := _find_bad_option(words):
+        sys.exit(f'error: --cfg-options: {wrong}')
+
+
 def _find_bad_option(words):
     """Return which override among the words of a command line cannot be parsed, and why, or ``None``."""
     overrides = False
@@ -122,6 +132,14 @@ def _find_bad_option(words):
             return f'{word!r} must be KEY=VALUE, for example model.backbone.depth=101'
         if any(word.count(opening) != word.count(closing) for opening, closing in ('()', '[]')):
             return f'{word!r} has a bracket without its counterpart'
+        value = word.partition('=')[2].strip('\'"')
+        if _DICT.search(value):
+            return (
+                f'{word!r} contains a dict; override one of its keys, such as optim_wrapper.type=X, or write the dict '
+                'in a config'
+            )
+        if _TEXT_BEFORE_BRACKET.search(value):
+            return f'{word!r} has text in front of a bracket'
     return None
 
 

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ _UNCOUNTED = {
 }
 # Models that hold a detector, and what it is trained with.
 _TRAINED_WITH = {SemiBaseDetector: 'a teacher', BaseMOTModel: 'a tracker'}
+_DICT = re.compile(r'(^|[\[(,\s])(dict\(|\{)')  # at the beginning of an override, or of a member of it
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
 
 
@@ -61,10 +63,18 @@ class ConfigOptions(DictAction):
         for value in values:
             if value.find('=') < 1:
                 raise argparse.ArgumentError(self, f'{value!r} must be KEY=VALUE, for example model.backbone.depth=101')
+            if _DICT.search(value.partition('=')[2].strip('\'"')):
+                raise argparse.ArgumentError(
+                    self,
+                    f'{value!r} contains a dict; override one of its keys, such as optim_wrapper.type=X, or write the '
+                    'dict in a config',
+                )
             try:
                 super().__call__(parser, argparse.Namespace(), [value], option_string)
             except (AssertionError, ValueError):  # mmengine's own, of brackets
                 raise argparse.ArgumentError(self, f'{value!r} has a bracket without its counterpart') from None
+            except RecursionError:  # mmengine's, which looks for a comma outside of brackets
+                raise argparse.ArgumentError(self, f'{value!r} has text in front of a bracket') from None
         super().__call__(parser, namespace, values, option_string)
 
 
@@ -130,8 +140,6 @@ def check_config(config: Config) -> None:
     if not isinstance(hooks, (list, tuple)):
         raise ValueError(f"custom_hooks={hooks!r} must be a list of dicts, for example [dict(type='LeanHook')]")
     for hook in hooks:
-        if isinstance(hook, str) and '(' in hook:
-            raise ValueError(f'custom_hooks: {hook!r} is text; --cfg-options has no dicts, so write them in a config')
         if not isinstance(hook, dict) or 'type' not in hook:
             raise ValueError(f"custom_hooks: {hook!r} must be a dict with a type, for example dict(type='LeanHook')")
         if name_of(hook) == 'RehearseHook':  # the other hooks of this package are built below
