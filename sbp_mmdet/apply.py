@@ -252,7 +252,7 @@ def _frozen_in_training(model):
         for module, mode in modes:
             module.training = mode
         for p, requires_grad in before:
-            p.requires_grad_(requires_grad)
+            p.requires_grad = requires_grad  # its method refuses parameters of lazy modules
 
 
 def _describe_change(settings, ratio, module, mixin):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import logging
 from collections import Counter
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from .adapters import LeanModule
 from .stochastic_backprop.step_draws import StepDraws
-from .surgery import unwrapped
+from .surgery import Mixin, unwrapped
 from .verify.dry_run import NoUpdate
 from .verify.first_pass import conclude, verify_changed, warn_of_own_code
 
@@ -92,13 +93,9 @@ class ReportingHook(Hook):
     def before_run(self, runner) -> None:
         """Check and log the change; called by mmengine's runner."""
         super().before_run(runner)
-        for other in runner.hooks:
-            if isinstance(other, ReportingHook) and other is not self and hasattr(other, 'report'):
-                if twice := [name for name in self.report.changed if name in other.report.changed]:
-                    raise ValueError(
-                        f'custom_hooks has two LeanHooks, and both change {len(twice)} modules, such as {twice[0]}; '
-                        'remove one, or give them different modules=[...]'
-                    )
+        for other in itertools.takewhile(lambda hook: hook is not self, runner.hooks):  # those that ran before this one
+            if isinstance(other, ReportingHook) and hasattr(other, 'report'):
+                self._refuse_second_change(unwrapped(runner.model), other.report.changed)
         if not self.report.changed:
             plain = self.settings.preset.name == 'none'
             runner.logger.warning(
@@ -113,6 +110,19 @@ class ReportingHook(Hook):
             runner.logger.info(
                 "preset='sbp' lost AP on small objects in our trainings; with 'exact' we found no significant loss. "
                 'See docs/research/accuracy.md in the repository.'
+            )
+
+    def _refuse_second_change(self, model, changed):
+        """Raise an error if this hook changed or undid what an earlier one changed."""
+        if twice := [name for name in self.report.changed if name in changed]:
+            raise ValueError(
+                f'custom_hooks has two LeanHooks, and both change {len(twice)} modules, such as {twice[0]}; '
+                'remove one, or give them different modules=[...]'
+            )
+        if undone := [name for name in changed if not isinstance(model.get_submodule(name), Mixin)]:
+            raise ValueError(
+                f"custom_hooks has two LeanHooks, and one of them, with preset='{self.settings.preset.name}', undoes "
+                f'what the other changes in {len(undone)} modules, such as {undone[0]}; remove one'
             )
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None, **kwargs) -> None:

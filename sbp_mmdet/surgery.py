@@ -288,7 +288,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
         hint = (
             '; the train() of some models of mmdet returns None: call it in a line of its own' if model is None else ''
         )
-        raise TypeError(f'{model!r:.80} is a {type(model).__name__}, and an nn.Module is needed{hint}')
+        shown = ' '.join(f'{model!r}'.split())  # of several modules the text has lines
+        raise TypeError(f'{shown:.80} is a {type(model).__name__}, and an nn.Module is needed{hint}')
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model

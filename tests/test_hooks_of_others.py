@@ -1,12 +1,15 @@
 """Hooks that another hook registers before training make modules run their own code, and the log says so once."""
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from torch import nn
 
-from sbp_mmdet import apply_lean
+from sbp_mmdet import LeanHook, apply_lean
 from sbp_mmdet.presets import Settings
 from sbp_mmdet.verify.first_pass import verify_changed, warn_of_own_code
 
@@ -64,3 +67,14 @@ def test_other_changes_have_another_cause(change):
         model.layer2[0].conv1 = nn.Sequential(model.layer2[0].conv1)
     _, (text,) = warnings_of(model, report)
     assert ('because they have hooks' in text) == (change == 'hook'), text
+
+
+@pytest.mark.parametrize('modules', [None, ['layer2']])
+def test_a_hook_that_undoes_the_change_of_another(modules):
+    """The training would be the plain one although the first hook's lines in the log say otherwise."""
+    model, _ = build('none')
+    hooks = [LeanHook('exact'), LeanHook('none', modules=modules)]
+    runner = SimpleNamespace(model=model, hooks=hooks, logger=logging.getLogger('hooks'), cfg=None)
+    hooks[0].before_run(runner)
+    with pytest.raises(ValueError, match="two LeanHooks, and one of them, with preset='none', undoes .* such as "):
+        hooks[1].before_run(runner)

@@ -170,7 +170,7 @@ _values = operator.methodcaller('values')
 
 def _dtypes_of_weights(module):
     """Return the precisions of a module's own parameters that its input may be multiplied with."""
-    return [p.dtype for p in module.__dict__['_parameters'].values() if p is not None and p.dim() > 1]
+    return [p.dtype for p in module.__dict__['_parameters'].values() if p is not None and p.ndim > 1]
 
 
 def _parameters(owns):

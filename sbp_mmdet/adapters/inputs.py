@@ -33,7 +33,7 @@ def precisions_of_products(modules: Iterable[nn.Module]) -> frozenset[torch.dtyp
     """
     # FSDP keeps parameters elsewhere and sets views of them as attributes.
     values = [value for module in modules for value in (*module._parameters.values(), *vars(module).values())]
-    return frozenset([value.dtype for value in values if isinstance(value, Tensor) and value.dim() > 1])
+    return frozenset([value.dtype for value in values if isinstance(value, Tensor) and value.ndim > 1])
 
 
 def are_known_inputs(precisions: frozenset[torch.dtype], args: tuple, kwargs: dict) -> bool:

@@ -56,7 +56,7 @@ def verify_modules(
         watch = _Watch(hookless_copy(model), names, findings, every)
     except Exception as error:  # noqa: BLE001  whatever a model's own code raises when it is copied
         findings.skipped = f'{error}' if isinstance(error, CannotCopy) else f'{type(error).__name__}: {error}'
-    device = next((p.device for p in model.parameters()), torch.device('cpu'))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device('cpu'))
     if not _reduce_over_ranks([watch is not None], device, 'min')[0]:
         findings.skipped = findings.skipped or 'another process cannot copy the model'
         return findings

@@ -13,6 +13,7 @@ from mmengine.logging import MessageHub
 from mmengine.model.utils import _BatchNormXd
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..adapters.predicate import is_hooked_globally
 
@@ -46,13 +47,18 @@ def hookless_copy(model: nn.Module) -> nn.Module:
         nn.Module: The copy.
 
     Raises:
-        CannotCopy: If parameters are sharded, hooks of all modules are set, or a module's forward is a function that
-            may refer to the original.
+        CannotCopy: If parameters are sharded or have no values, hooks of all modules are set, or a module's forward is
+            a function that may refer to the original.
     """
     if is_hooked_globally():
         raise CannotCopy(
             'hooks are registered for all modules; remove them for the first step (register_module_forward_hook)'
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CannotCopy(f'the lazy module of {name} has no values yet; run the model once before it is changed')
+        if tensor.is_meta:
+            raise CannotCopy(f'{name} is on the meta device, so it has no values')
     memo = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -157,7 +157,9 @@ class _Pass:
         if self._dtype:
             devices = {t.device.type for t in (*self._parameters.values(), *floating((args, kwargs)))}
             off = torch.autocast(next(iter(devices), 'cpu'), enabled=False)
-        with torch.enable_grad(), off, _without_weight_cache():
+        # A checkpoint around the pass must not take what is saved here, also in the backward pass, for its own tensors.
+        apart = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.enable_grad(), off, apart, _without_weight_cache():
             tensors = {f'module.{name}': t for name, t in (self._parameters | self._buffers).items()}
             step = functools.partial(self._forward_and_backward, args, kwargs, cotangent, backward)
             return functional_call(_Calls(self._module), tensors, (step,))
