@@ -91,7 +91,6 @@ def _note_times(cases, times, note):
 def _no_collection() -> Iterator[None]:
     """Disable Python's garbage collector within the context, so that it is not timed."""
     gc.collect()
-    gc.freeze()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -99,7 +98,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        gc.unfreeze()
 
 
 def profile_step(step: Callable[[], object]) -> profile:

@@ -97,9 +97,13 @@ class _OnePrecision(TorchDispatchMode):
     Statistics of a layer norm have to be in full precision, too.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # see LiveBytes
+
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func.name().removeprefix('aten::').partition('.')[0]
+        name = func.overloadpacket.__name__
         if name in _IN_ONE_PRECISION and args[0].is_cuda:
             given = [args[i] for i in _IN_ONE_PRECISION[name] if i < len(args)]
             given += [] if func._overloadname.startswith('dtype') else [kwargs.get('out')]

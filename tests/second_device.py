@@ -117,6 +117,10 @@ PLAIN_INPUTS.add(Elsewhere)
 class _Everywhere(TorchDispatchMode):
     """Mode that also applies to functions that create tensors, which have no tensor among their arguments."""
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # see LiveBytes
+
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 

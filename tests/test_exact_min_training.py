@@ -49,12 +49,17 @@ def results(tmp_path_factory):
     return {case: [torch.load(out / f'{case}-{rank}.pt') for rank in range(RANKS)] for case in CASES}
 
 
+@functools.cache
+def _compute_alone(preset, numbers):
+    return accumulate_gradients(build_detector(preset), numbers)
+
+
 @pytest.mark.parametrize('case', CASES)
 def test_two_ranks_give_the_mean_of_single_processes(results, case):
     """The single processes are plain. For eight bits they use that preset too, whose rounding is deterministic."""
-    single = build_detector('int8' if CASES[case][0] == 'int8' else 'none')
+    preset = 'int8' if CASES[case][0] == 'int8' else 'none'
     for step in range(STEPS):
-        alone = [accumulate_gradients(single, get_image_numbers(case, rank, step)) for rank in range(RANKS)]
+        alone = [_compute_alone(preset, get_image_numbers(case, rank, step)) for rank in range(RANKS)]
         expected = {name: sum(actual[name] for actual in alone) / RANKS for name in alone[0]}
         for rank in range(RANKS):
             assert_near(results[case][rank][step], expected)

@@ -36,33 +36,36 @@ def on_gpu(mode, family, sbp_cfg, **options):
     return model
 
 
-# All presets in fp16, whose range needs most care, and one other precision each for the package's own classes, which
-# have the operations of the stock ones. Checkpointing is torch's own, and slow here, so one family has it.
+# All presets in fp16, whose range needs most care. Other precisions with a preset each, and channels last with those
+# that store all positions and that drop some: test_fake_cuda_ops.py runs each operation in each of them. The package's
+# own classes have the operations of the stock ones. Checkpointing is torch's own, and slow here, so one family has it.
 CASES = [
-    *((family, preset, 'fp16') for family in OWN for preset in PRESETS if preset != 'with_cp'),
-    *((family, preset, 'fp16') for family in FAMILIES if family not in OWN for preset in ('exact_min', 'sbp')),
-    ('SBPConvNeXt', 'with_cp', 'fp16'),
-    *(
-        pytest.param(family, preset, precision, marks=pytest.mark.slow)
-        for family in OWN
-        for preset, precision in (('exact', 'fp32'), ('int8', 'bf16'), ('sampled', 'fp32'), ('sbp', 'bf16'))
-    ),
+    *((family, preset, 'fp16', 'nchw') for family in OWN for preset in PRESETS if preset != 'with_cp'),
+    *((family, preset, 'fp16', 'nchw') for family in FAMILIES if family not in OWN for preset in ('exact_min', 'sbp')),
+    *(('SBPConvNeXt', preset, 'fp16', 'nhwc') for preset in ('exact', 'int8', 'sbp')),
+    ('stock ConvNeXt', 'exact_min', 'fp16', 'nhwc'),
+    ('SBPConvNeXt', 'with_cp', 'fp16', 'nchw'),
+    ('SBPConvNeXt', 'exact', 'fp32', 'nhwc'),
+    ('SBPSwinTransformer', 'int8', 'bf16', 'nchw'),
+    ('SBPConvNeXt', 'sampled', 'fp32', 'nhwc'),
+    ('SBPSwinTransformer', 'sampled', 'fp32', 'nchw'),
+    ('SBPViT', 'exact', 'fp32', 'nchw'),
+    ('SBPViT', 'sbp', 'bf16', 'nchw'),
 ]
 
 
-@pytest.mark.parametrize(('family', 'preset', 'precision'), CASES)
-def test_every_preset_on_a_gpu(family, preset, precision, mode):
-    """The backbone runs forward and backward on images of odd sizes, in both layouts, with stochastic depth."""
+@pytest.mark.parametrize(('family', 'preset', 'precision', 'layout'), CASES)
+def test_every_preset_on_a_gpu(family, preset, precision, layout, mode):
+    """The backbone runs forward and backward on images of odd sizes, with stochastic depth."""
     dtype = PRECISIONS[precision]
     model = on_gpu(mode, family, dict(preset=preset), drop_path_rate=0.5)
-    for layout in LAYOUTS.values() if 'ConvNeXt' in family else [torch.contiguous_format]:
-        x = torch.empty(2, 3, 75, 101, device='cuda').to(memory_format=layout)
-        with torch.autocast('cuda', dtype, enabled=dtype is not None):
-            outs = model(x)
-        assert all(out.is_cuda for out in outs)
-        gradients = backward(list(outs))
-        assert set(gradients) == set(model.parameters())
-        assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in gradients.values())
+    x = torch.empty(2, 3, 75, 101, device='cuda').to(memory_format=LAYOUTS[layout])
+    with torch.autocast('cuda', dtype, enabled=dtype is not None):
+        outs = model(x)
+    assert all(out.is_cuda for out in outs)
+    gradients = backward(list(outs))
+    assert set(gradients) == set(model.parameters())
+    assert all(grad.dtype == torch.float32 and grad.is_cuda for grad in gradients.values())
 
 
 def test_what_a_gpu_would_refuse_is_refused(mode):

@@ -15,7 +15,6 @@ from sbp_mmdet.plan.variants import load_config
 import experiment  # isort: skip  (helpers puts research/ on the path)
 
 COCO = experiment.read_experiment(RESEARCH / 'experiments/coco.py')
-STUDY = RESEARCH / 'training_study.py'
 T, SBP_T, *_ = COCO.labels
 KILL = """
 import os, signal
@@ -32,6 +31,36 @@ class KillOnceHook(Hook):
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 """
+# The tool, whose processes are forks: torchrun, with what the launch script would give to Python, and what it starts.
+IN_FORKS = """
+import os, subprocess, sys, types
+import training_study, trainings
+from helpers import ForkedProcess
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+INTERPRETER = os.path.abspath('interpreter')
+
+
+def run(words, stdout, env, **options):
+    if words[0] != 'bash':
+        return subprocess.run(words, stdout=stdout, env=env, **options)
+    told = subprocess.run(words, env={**env, 'PYTHON': INTERPRETER}, check=True, capture_output=True, text=True).stdout
+    given, _, variables = told.partition('\\0\\0')
+    env = dict(one.split('=', 1) for one in variables.split('\\0') if one)
+    process = ForkedProcess([sys.executable, *given.split('\\0')], os.getcwd(), env, stdout)
+    return subprocess.CompletedProcess(words, process.wait())
+
+
+def start(args, env, stdout, stderr, start_new_session):
+    words = [word for word in args if word != '-u']
+    return ForkedProcess(words, os.getcwd(), env, types.SimpleNamespace(fileno=lambda: 1), None, start_new_session)
+
+
+trainings.subprocess = types.SimpleNamespace(**dict(vars(subprocess), run=run))
+subprocess_handler.Popen = start
+training_study.main()
+"""
+INTERPRETER = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" ""\nenv -0\n'
 WIDTHS = [
     *('model.neck.out_channels', 'model.rpn_head.in_channels', 'model.rpn_head.feat_channels'),
     *(f'model.roi_head.{kind}_roi_extractor.out_channels' for kind in ('bbox', 'mask')),
@@ -102,6 +131,9 @@ def project(tmp_path_factory):
     make_coco(folder)
     sys.path.insert(0, str(folder))
     (folder / 'killonce.py').write_text(KILL)
+    (folder / 'study.py').write_text(IN_FORKS)
+    (folder / 'interpreter').write_text(INTERPRETER)
+    (folder / 'interpreter').chmod(0o755)
     configs = {label: f'{i}.py' for i, label in enumerate((T, SBP_T))}
     text = f"_base_ = '{RESEARCH}/experiments/coco.py'\ngpus = 1\n"
     for key in ('compare', 'paper'):  # of these two
@@ -116,8 +148,10 @@ def project(tmp_path_factory):
 
 
 def run(project, *words):
-    """Run the tool in a fork of this process; the trainings that it launches are processes of their own."""
-    return run_forked(STUDY, 'coco.py', *words, cwd=project, seconds=600, PYTHONPATH=f'{project}{os.pathsep}{ROOT}')
+    """Run the tool in a fork of this process. What it launches are forks, too."""
+    return run_forked(
+        project / 'study.py', 'coco.py', *words, cwd=project, seconds=600, PYTHONPATH=f'{project}{os.pathsep}{ROOT}'
+    )
 
 
 def read_result(project, label):

@@ -42,10 +42,16 @@ _FEW_ROIS = {'model.train_cfg.rcnn.sampler.num': 16, 'model.train_cfg.rpn_propos
 _FEW_FC = {'model.roi_head.bbox_head.fc_out_channels': 32, **_FEW_ROIS}
 _FEW_QUERIES = {
     'model.num_queries': 20,
+    'model.dn_cfg.group_cfg.num_dn_queries': 8,
     'model.encoder.num_layers': 2,
     'model.encoder.layer_cfg.ffn_cfg.feedforward_channels': 64,
     'model.decoder.num_layers': 2,
     'model.decoder.layer_cfg.ffn_cfg.feedforward_channels': 64,
+}
+_TINY_CONVNEXT = {
+    'model.backbone.arch': dict(_delete_=True, depths=[2, 1, 1, 1], channels=[8, 16, 32, 64]),
+    'model.neck.in_channels': [8, 16, 32, 64],
+    **_FEW_FC,
 }
 _TINY_SWIN = {
     'model.backbone.embed_dims': 24,
@@ -53,6 +59,7 @@ _TINY_SWIN = {
     'model.backbone.num_heads': [3, 6, 12, 24],
     'model.neck.in_channels': [24, 48, 96, 192],
 }
+_VIT_OF_TWO_BLOCKS = dict(_delete_=True, embed_dims=192, num_layers=2, num_heads=3, feedforward_channels=768)
 _TINY = {
     R50: {'model.backbone.base_channels': 8, 'model.neck.in_channels': [32, 64, 128, 256], **_FEW_FC},
     SWIN_S: {**_TINY_SWIN, **_FEW_FC},
@@ -62,7 +69,8 @@ _TINY = {
         'model.backbone.base_channels': 8,
         'model.neck.in_channels': [64, 128, 256],
     },
-    VIT.format('t'): _FEW_FC,
+    SHAPES: _TINY_CONVNEXT,
+    VIT.format('t'): {'model.backbone.arch': _VIT_OF_TWO_BLOCKS, **_FEW_FC},
     RTMDET_S: {
         'model.backbone.widen_factor': 0.125,
         'model.neck.in_channels': [32, 64, 128],
@@ -119,7 +127,7 @@ class Trial:
     def rehearsed(self) -> 'Trial':
         """Return the same trial with a tiny size, for a CPU."""
         config = SHAPES if self.config.startswith((_OURS, CONVNEXT_V2)) else self.config.replace('vit-b', 'vit-t')
-        options = {} if config == SHAPES else {**self.options, **_TINY.get(config, {})}
+        options = {**({} if config == SHAPES else self.options), **_TINY.get(config, {})}
         presets = tuple(dict.fromkeys(name for name in (self.presets[0], 'exact') if name in self.presets))
         tiny = dict(
             presets=presets if presets != ('none',) else self.presets[:2],

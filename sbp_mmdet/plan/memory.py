@@ -190,6 +190,11 @@ class LiveBytes(TorchDispatchMode):
         self._alive[small][number] = reference
         self.events.append((number, nbytes))
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Return ``False``: otherwise torch wraps the next method in ``torch._dynamo.disable``, which takes long."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._see(tensors_in(args, kwargs), counting=False)

@@ -42,6 +42,10 @@ class SkipArithmetic(TorchDispatchMode):
         super().__init__()
         self._active = active
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # see LiveBytes
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = _kind_of(func)
