@@ -139,6 +139,7 @@ def test_configs_that_cannot_be_read(text, message, project):
         (['--cfg-options', 'a=[dict(b=1,c=2)]'], r"'a=\[dict\(b=1,c=2\)\]' contains a dict; override one of its keys"),
         (['--cfg-options', "a=dict(type='B')"], '.*contains a dict; override one of its keys'),
         (['--cfg-options', "a=[0, {'b': 1}]"], '.*contains a dict; override one of its keys'),
+        (['--cfg-options', 'a=["dict(b=1)"]'], '.*contains a dict; override one of its keys'),
         (['--cfg-options', 'a=0', 'b=[f(1,2)]'], r"'b=\[f\(1,2\)\]' has text in front of a bracket"),
         (['--cfg-options', 'a=0,f(1,2)'], r"'a=0,f\(1,2\)' has text in front of a bracket"),
     ],
@@ -153,13 +154,24 @@ def test_overrides_that_cannot_be_parsed(words, wrong, project, monkeypatch, cap
     assert re.search(f'argument --cfg-options: {wrong}', line)
 
 
-@pytest.mark.parametrize('value', ['dictionary', 'weights(1).pth', '[(1,2),[a,b]]', 'f(1)', '', 'x{0}', '"(1, 2)"'])
-def test_overrides_that_can_be_parsed(value, project):
-    assert mmdet_script._find_bad_option([str(project), '--cfg-options', f'a={value}']) is None
+@pytest.mark.parametrize(
+    'value',
+    [
+        *('dictionary', 'weights(1).pth', 'weights(1.pth', 'f(1)', '', 'x{0}'),
+        *('[(1,2),[a,b]]', '"(1, 2)"', "['(1,2)']"),
+    ],
+)
+def test_overrides_that_can_be_parsed(value, project, monkeypatch):
+    # The config does not exist, which is what the script names next.
+    words = [str(project.parent / 'missing.py'), '--cfg-options', f'a={value}']
+    monkeypatch.setattr(sys, 'argv', ['train.py', *words])
+    with pytest.raises(SystemExit, match='missing.py'):
+        mmdet_script.run('train.py', ('train',))
     parser = argparse.ArgumentParser()
     add_config(parser)
     (parsed,) = parser.parse_args([str(project), '--cfg-options', f'a={value}']).cfg_options.values()
-    assert parsed == {'[(1,2),[a,b]]': [(1, 2), ['a', 'b']], '"(1, 2)"': (1, 2)}.get(value, value)
+    lists = {'[(1,2),[a,b]]': [(1, 2), ['a', 'b']], '"(1, 2)"': (1, 2), "['(1,2)']": [(1, 2)]}
+    assert parsed == lists.get(value, value)
 
 
 def test_keys_of_dataloaders(config):

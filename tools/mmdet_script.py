@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DICT = re.compile(r'(^|[\[(,\s])(dict\(|\{)')  # at the beginning of a value, or of a member of it
+_DICT = re.compile(r'(^|[\[(,])\s*[\'"]?(dict\(|\{)')  # at the beginning of a value, or of a member of it
 # mmengine's parser, which looks for a comma outside of brackets, does not return for these.
 _TEXT_BEFORE_BRACKET = re.compile(r'[^\[\](),\s][\[(][^\[\]()]*,')
 
@@ -55,9 +55,9 @@ def run(name: str, splits: tuple[str, ...]) -> None:
     try:
         args = script.parse_args()
     except (AssertionError, ValueError, RecursionError):  # of mmengine's action for --cfg-options
-        _refuse_bad_options(sys.argv[1:])
+        _refuse_bad_options(sys.argv[1:], parsed=False)
         raise
-    _refuse_bad_options(sys.argv[1:])
+    _refuse_bad_options(sys.argv[1:], parsed=True)
 
     with _quiet_imports():
         from hook_checks import given
@@ -113,14 +113,17 @@ def _quiet_imports():
         yield
 
 
-def _refuse_bad_options(words):
-    """End with a line that names the first override among the words of a command line that cannot be parsed."""
-    if wrong := _find_bad_option(words):
+def _refuse_bad_options(words, parsed):
+    """End with a line that names the first wrong override, see :func:`_find_bad_option`."""
+    if wrong := _find_bad_option(words, parsed):
         sys.exit(f'error: --cfg-options: {wrong}')
 
 
-def _find_bad_option(words):
-    """Return which override among the words of a command line cannot be parsed, and why, or ``None``."""
+def _find_bad_option(words, parsed):
+    """Return which override among the words of a command line is wrong, and why, or ``None``.
+
+    If mmengine has ``parsed`` them, only those with a dict are, which it takes for text.
+    """
     overrides = False
     for word in words:
         if word.startswith('--'):
@@ -128,16 +131,18 @@ def _find_bad_option(words):
             overrides = len(name) > 3 and '--cfg-options'.startswith(name)
         if not overrides or not word:
             continue
-        if word.find('=') < 1:
-            return f'{word!r} must be KEY=VALUE, for example model.backbone.depth=101'
-        if any(word.count(opening) != word.count(closing) for opening, closing in ('()', '[]')):
-            return f'{word!r} has a bracket without its counterpart'
         value = word.partition('=')[2].strip('\'"')
         if _DICT.search(value):
             return (
                 f'{word!r} contains a dict; override one of its keys, such as optim_wrapper.type=X, or write the dict '
                 'in a config'
             )
+        if parsed:
+            continue
+        if word.find('=') < 1:
+            return f'{word!r} must be KEY=VALUE, for example model.backbone.depth=101'
+        if any(word.count(opening) != word.count(closing) for opening, closing in ('()', '[]')):
+            return f'{word!r} has a bracket without its counterpart'
         if _TEXT_BEFORE_BRACKET.search(value):
             return f'{word!r} has text in front of a bracket'
     return None

@@ -51,7 +51,7 @@ _UNCOUNTED = {
 }
 # Models that hold a detector, and what it is trained with.
 _TRAINED_WITH = {SemiBaseDetector: 'a teacher', BaseMOTModel: 'a tracker'}
-_DICT = re.compile(r'(^|[\[(,\s])(dict\(|\{)')  # at the beginning of an override, or of a member of it
+_DICT = re.compile(r'(^|[\[(,])\s*[\'"]?(dict\(|\{)')  # at the beginning of an override, or of a member of it
 _DICTS = ('model', 'optim_wrapper', 'train_dataloader', 'val_dataloader', 'strategy', 'model_wrapper_cfg', 'env_cfg')
 
 
