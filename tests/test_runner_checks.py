@@ -1,5 +1,7 @@
 """What mmengine's runner would end with a traceback about is a line of the training script."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import TOOLS  # noqa: F401  it puts tools/ on the path
@@ -7,6 +9,7 @@ from mmdet.datasets import AspectRatioBatchSampler
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader, IterableDataset
 
 import sbp_mmdet
@@ -32,6 +35,7 @@ WRONG_VALUES = [
     (dict(train_cfg=dict(max_epochs=1.5)), 'train_cfg.max_epochs=1.5 must be a whole number'),
     (dict(train_cfg=dict(max_iters=0)), 'train_cfg.max_iters=0 must be a whole number of 1 or more'),
     (dict(train_cfg=dict(val_interval=0)), 'train_cfg.val_interval=0 must be a whole number of 1 or more'),
+    (dict(train_cfg=dict(max_iters=float('inf'))), 'train_cfg.max_iters=inf must be a whole number'),
     (dict(train_dataloader=dict(num_workers=-1)), 'train_dataloader.num_workers=-1 must be a whole number of 0'),
     (dict(randomness=dict(seed='abc')), "randomness.seed='abc' must be a whole number of 0 or more"),
     (dict(log_level='foo'), "log_level='foo' is unknown; write one of 'DEBUG', 'INFO'"),
@@ -53,6 +57,16 @@ class Stream(IterableDataset):
 
 def test_a_config_without_validation_is_right():
     check_runner_keys(Config(dict(LOOP, val_cfg=None)), ('train', 'val'))
+
+
+def test_numbers_that_the_loop_takes_are_right():
+    numbers = dict(max_iters=9e4, val_begin=10.0, val_interval=18000.0)  # 90000 / 5, as in a config for V3Det
+    loader = DataLoader(IMAGES, batch_size=2)
+    loop = IterBasedTrainLoop(SimpleNamespace(iter=0), loader, **numbers)
+    assert loop.max_iters == 90_000
+    check_runner_keys(Config(dict(LOOP, train_cfg=dict(numbers, type='IterBasedTrainLoop'))), ('train',))
+    never = dict(type='EpochBasedTrainLoop', max_epochs=1, val_interval=float('inf'))
+    check_runner_keys(Config(dict(LOOP, train_cfg=never)), ('train',))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Values of a config with which no training runs, although no class refuses them."""
 
 import logging
+import math
 
 from mmengine.config import Config
 
@@ -34,7 +35,7 @@ def refuse_bad_values(config: Config) -> None:
         owner, name = key.split('.')
         node = config.get(owner)
         value = node.get(name) if isinstance(node, dict) else None
-        if value is not None and (type(value) is not int or value < least):
+        if value is not None and not (_is_whole(value, owner, name) and value >= least):
             raise ValueError(f'{key}={value!r} must be a whole number of {least} or more')
     level = config.get('log_level')
     if level is not None and not isinstance(level, int) and level not in logging._nameToLevel:
@@ -43,6 +44,13 @@ def refuse_bad_values(config: Config) -> None:
         loader = config.get(f'{split}_dataloader')
         if isinstance(loader, dict):
             _refuse_empty_wrappers(f'{split}_dataloader.dataset', loader.get('dataset'))
+
+
+def _is_whole(value, owner, name):
+    """Return whether a value is a whole number for mmengine, whose loops also take 9e4 and, to validate never, inf."""
+    if owner == 'train_cfg' and isinstance(value, float):
+        return value.is_integer() or (name.startswith('val_') and value == math.inf)
+    return type(value) is int
 
 
 def _refuse_empty_wrappers(key, dataset):
