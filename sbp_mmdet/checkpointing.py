@@ -65,7 +65,7 @@ def _buffers(parts: Sequence[nn.Module]) -> list[_Buffer]:
 
 
 @contextlib.contextmanager
-def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[None]:
+def keep_buffers(module: nn.Module, values: Sequence[_Buffer]) -> Iterator[None]:
     """Replace the buffers of a module by copies within the context, so that a forward pass updates the copies.
 
     The buffers themselves are not written to, because the graph of another forward pass may have saved them. This holds
@@ -73,10 +73,10 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
 
     Args:
         module (nn.Module): Module that runs within the context.
-        values (Sequence): Buffers whose copies begin with other values. Default: none, all have their present values.
+        values (Sequence): Buffers whose copies begin with other values; the others begin with their present values.
 
     Example:
-        >>> with keep_buffers(model):
+        >>> with keep_buffers(model, ()):
         ...     model(images)  # running statistics do not change
     """
     before, copies = _buffers(submodules([module])), {}

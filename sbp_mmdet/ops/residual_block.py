@@ -146,7 +146,7 @@ def layers_of_blocks(
 
 
 def run_block(
-    members: BlockLayers, x: Tensor, saves_last: bool = True
+    members: BlockLayers, x: Tensor, saves_last: bool
 ) -> tuple[Tensor, KeptMap | None, list[int], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
@@ -156,7 +156,7 @@ def run_block(
     Args:
         members (BlockLayers): Layers of the block.
         x (Tensor): Input of the block, shape (N, C, H, W).
-        saves_last (bool): Whether the input of the last layer is saved for a backward pass. Default: True.
+        saves_last (bool): Whether the input of the last layer is saved for a backward pass.
 
     Returns:
         tuple: The output, and the attributes ``last``, ``signs`` and ``layers`` of :class:`KeptBlock`.

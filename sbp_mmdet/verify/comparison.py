@@ -64,13 +64,13 @@ class Side:
             return run_module(self.module, args, kwargs, gradient, dtype, backward=self.backward)
 
 
-def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:
+def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None) -> tuple[float, float]:
     """Return the relative differences of outputs and of gradients that rounding explains.
 
     Args:
         module (nn.Module): The module.
         inputs: Arguments of the module, nested.
-        dtype (torch.dtype | None): Precision of the module, see :func:`.run_module`. Default: None.
+        dtype (torch.dtype | None): Precision of the module, see :func:`.run_module`.
     """
     dtypes = [autocast_dtype(x) or x.dtype for x in floating(inputs)] or [p.dtype for p in module.parameters()]
     dtypes = [dtype] if dtype else dtypes

@@ -300,7 +300,7 @@ def unscale(
     weight: Tensor | None,
     bias: Tensor,
     gamma: Tensor | None,
-    unit: Tensor | None = None,
+    unit: Tensor | None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
 
@@ -312,7 +312,7 @@ def unscale(
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
-        unit (Tensor | None): Second result of :func:`scale_into_range`. If ``None``, 1. Default: None.
+        unit (Tensor | None): Second result of :func:`scale_into_range`. If ``None``, 1.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.
