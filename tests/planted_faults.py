@@ -233,7 +233,7 @@ FAULTS = {
     'chain: signs': Fault('common.sign_bits:_bits_of', '.bool()', '.logical_not()', 'ResNet-50'),
     'chain: shortcut in the second run': Fault('residual_block:rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
     'chain: ReLU in the second run': Fault(
-        'residual_block:rerun_output', 'members.signs.relu_(saved.output, out)', 'out', 'ResNet-50'
+        'residual_block:rerun_output', 'block.signs.relu_(saved.output, out)', 'out', 'ResNet-50'
     ),
     'chain: mask of a ReLU': Fault(
         'residual_chain:_backward',

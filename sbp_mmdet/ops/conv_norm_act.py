@@ -277,11 +277,11 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         x = grad.new_empty(1, dtype=s.dtype).expand(*images, height + top + bottom, width + left + right)
     else:
         x = _bordered(s, saved.input.load(s.dtype))
-    norms = parts = None
+    norms = split_factor = None
     if s.norm == 'fixed':
         norms = FixedNorms([(s, saved.tensors)], saved.factors)
-        parts = norms.parts_in_half()[0] if s.dtype == torch.float16 else None
-    dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
+        split_factor = norms.split_factors()[0] if s.dtype == torch.float16 else None
+    dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, split_factor)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
 
