@@ -7,7 +7,7 @@ can be changed. A few lines add a class of your own, see :mod:`.adapters.base`.
 
 from torch import nn
 
-from .adapters import LeanModule, Place, bypassed_by, release, take_over
+from .adapters import LeanModule, LeanState, bypassed_by, release, take_over
 from .adapters.predicate import fairscale_forward
 from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, patch_stride, plan_change
@@ -161,8 +161,8 @@ def draws_of(model: nn.Module) -> list[StepDraws]:
     Args:
         model (nn.Module): A backbone, or a model with one.
     """
-    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
-    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, StepDraws)}.values()]
+    states = (module._lean for module in model.modules() if isinstance(module, LeanModule))
+    return [*{id(state.draws): state.draws for state in states if isinstance(state.draws, StepDraws)}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
@@ -179,12 +179,12 @@ def _carry_out(model, settings, plan, chosen):
 
     frozen = _frozen_in_training(model)
 
-    def change(module, mixin, place, meaning):
+    def change(module, mixin, state, meaning):
         name = names[id(module)]
         if settings.preset.form is None:
             mix_in(module, _CheckpointedBlock)
         else:
-            take_over(module, mixin, place._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
+            take_over(module, mixin, state._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
         parameters = _nearest_parameters(model, name)
         trains = not parameters or not frozen.issuperset(map(id, parameters))
         (changed if trains else left)[name] = meaning if trains else 'frozen'
@@ -199,15 +199,15 @@ def _carry_out(model, settings, plan, chosen):
                 change(
                     module,
                     mixin,
-                    Place(settings, key, draws),
+                    LeanState(settings, key, draws),
                     _describe_change(settings, ratios.get(key), module, mixin),
                 )
         if settings.preset.form is not None and draws.stages.any_random():
             attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
-        place = Place(settings, draws=TokenDraws(settings) if ratio else None)
-        change(module, mixin, place, _describe_change(settings, ratio, module, mixin))
+        state = LeanState(settings, draws=TokenDraws(settings) if ratio else None)
+        change(module, mixin, state, _describe_change(settings, ratio, module, mixin))
     if settings.preset.checkpoints:
         for part, mixin in [*parts_to_checkpoint(model, chosen, settings.preset.checkpoints)]:
             mix_in(part, mixin)

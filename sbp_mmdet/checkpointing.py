@@ -281,12 +281,12 @@ def refuse_replays(model: nn.Module) -> None:
         if not isinstance(module, Checkpointed):
             continue
         for inner, layer in module.named_modules(prefix=outer):
-            place = vars(layer).get('_lean')
+            state = vars(layer).get('_lean')
             if layer is module and module.replays_draws:
                 continue
-            if place is not None and place.draws is not None and place.draws.is_random(place.layer):
+            if state is not None and state.draws is not None and state.draws.is_random(state.layer):
                 raise DrawsInside(
-                    f"{outer} is checkpointed, but {inner} inside of it, with preset='{place.settings.preset.name}', "
+                    f"{outer} is checkpointed, but {inner} inside of it, with preset='{state.settings.preset.name}', "
                     'drops positions or images. It stores less than the checkpoint: remove it from '
                     'CheckpointModulesHook, or leave that part out of LeanHook(modules=[...])'
                 )

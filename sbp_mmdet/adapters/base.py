@@ -96,7 +96,7 @@ def adapter_of_class(kind: type) -> type['LeanModule'] | None:
 
 
 class LeanModule(Mixin):
-    """Base class of adapters. A changed module has its :class:`.Place` in ``_lean``.
+    """Base class of adapters. A changed module has its :class:`.LeanState` in ``_lean``.
 
     Attributes:
         stock (tuple): Classes that the adapter knows, set by :func:`adapter`.
@@ -188,14 +188,14 @@ class LeanModule(Mixin):
 
     def rebind(self, warns: bool = True) -> Bound:
         """Bind the operations in the present state of the module. Warn of reasons against them that are new."""
-        before, place = self._lean.bound, self._lean
-        bound = bind(type(self), self, place.settings, running=True)
-        self._lean = place._replace(bound=bound)
+        before, state = self._lean.bound, self._lean
+        bound = bind(type(self), self, state.settings, running=True)
+        self._lean = state._replace(bound=bound)
         reasons = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
         new_reasons = [reason for reason in dict.fromkeys(reasons) if reason not in known]
         if new_reasons and warns:
-            name = place.name or type(self).__name__
+            name = state.name or type(self).__name__
             text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
@@ -292,10 +292,10 @@ class LeanModule(Mixin):
 
     def sampled_form(self) -> Form:
         """Return the form of the operations; with the preset ``sampled``, a new sample of the rows is drawn."""
-        place = self._lean
-        if place.row_draws is None:
+        state = self._lean
+        if state.row_draws is None:
             return self.form
-        return dataclasses.replace(self.form, sample=place.row_draws.draw(place.name, float(place.settings.keep_ratio)))
+        return dataclasses.replace(self.form, sample=state.row_draws.draw(state.name, float(state.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
         """Return the rates of stochastic depth by the names of the parts that have it."""
@@ -321,10 +321,10 @@ class LeanModule(Mixin):
         Returns:
             Tensor: Output of the part.
         """
-        place = self._lean
-        part, layer, draws = place.bound.parts[name], place.layer, place.draws
-        if draws is not None and part.thinned and place.settings.preset.thins:
-            attention = place.settings.attention
+        state = self._lean
+        part, layer, draws = state.bound.parts[name], state.layer, state.draws
+        if draws is not None and part.thinned and state.settings.preset.thins:
+            attention = state.settings.attention
             heads = part.by_heads and attention == 'head'
             length = part.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)

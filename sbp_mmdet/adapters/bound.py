@@ -1,25 +1,21 @@
-"""The operations that a changed module uses, and the submodules that run their own code instead, with the reasons."""
+"""State of a changed module: its operations, and the submodules that run their own code instead, with the reasons."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..library_code import replaced_code
 from ..ops.common.autograd_function import Form
 from ..presets import Settings
+from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import stock_class
 from .bindings import Binding
 from .bypassed_modules import BypassedModules
-from .predicate import (
-    fairscale_forward,
-    find_problems,
-    is_hooked_globally,
-    is_parametrized,
-    is_replaced,
-)
+from .predicate import fairscale_forward, find_problems, is_hooked_globally, is_parametrized, is_replaced
 from .quantisation import preparation
+from .row_draws import RowDraws
 
-__all__ = ['Bound', 'bind', 'runs_reference']
+__all__ = ['Bound', 'LeanState', 'bind', 'runs_reference']
 
 
 class Bound(NamedTuple):
@@ -44,6 +40,29 @@ class Bound(NamedTuple):
     reference: bool
 
 
+class LeanState(NamedTuple):
+    """State of a changed module, in its attribute ``_lean``.
+
+    Attributes:
+        settings (Settings): Settings of the model.
+        layer (tuple | None): Layer of the backbone, such as ``(stage, block)`` or ``(stage, 'downsample')``. If
+            ``None``, no positions are dropped by stage. Default: None.
+        draws (StepDraws | TokenDraws | None): Draws of its backbone, or draws of its own. Default: None.
+        name (str): Name of the module in the model. Default: ''.
+        row_draws (RowDraws | None): Draws of the sampled rows. Default: None.
+        bound (Bound | None): Operations that are used now. Default: None.
+        own_forward (Any): The forward that fairscale's checkpointing had set, restored on release. Default: None.
+    """
+
+    settings: Settings
+    layer: tuple | None = None
+    draws: StepDraws | TokenDraws | None = None
+    name: str = ''
+    row_draws: RowDraws | None = None
+    bound: Bound | None = None
+    own_forward: Any = None
+
+
 def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) -> Bound:
     """Find the operations that an adapter can use in a module in its present state.
 
@@ -59,7 +78,7 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     """
     form = settings.preset.form
     reference = runs_reference(mixin, form)
-    reason = _reason(mixin, module, settings, running, reference)
+    reason = _find_reason(mixin, module, settings, running, reference)
     if reason or reference:
         return Bound({}, {}, reason, [], BypassedModules(module, ()), [], reference)
     parts, unused, used = {}, {}, []
@@ -67,17 +86,17 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     checked, left = [inside for inside, _ in bypasses], find_problems(bypasses, called=module)
     fatal = bool(left)
     for name, part in mixin.parts(module).items():
-        reads = [*part.reads(form)]
-        modules = [inside for inside, _ in reads]
+        bypassed = [*part.bypasses(form)]
+        modules = [inside for inside, _ in bypassed]
         checked += modules
-        usable, problems = part.usable(form, module, reads)
+        usable, problems = part.usable(form, module, bypassed)
         left += problems
         if usable is None:
             unused[name] = part
             continue
         parts[name] = usable
         if not usable.shares_modules:
-            used += modules if usable is part else _read_without(usable, form, problems)
+            used += modules if usable is part else _bypassed_without(usable, form, problems)
     if fatal or (unused and not (mixin.separable and parts)):
         names = {id(inside): name for name, inside in module.named_modules()}
         by_problem = {}
@@ -91,10 +110,10 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     return Bound(parts, unused, None, left, BypassedModules(module, checked), used, False)
 
 
-def _read_without(part, form, problems):
+def _bypassed_without(part, form, problems):
     """Return the modules that an operation bypasses, without those that run their own code before it or after it."""
     unsupported = {id(module) for module, _ in problems}
-    return [module for module, _ in part.reads(form) if id(module) not in unsupported]
+    return [module for module, _ in part.bypasses(form) if id(module) not in unsupported]
 
 
 def runs_reference(mixin, form: Form) -> bool:
@@ -107,7 +126,7 @@ def runs_reference(mixin, form: Form) -> bool:
     return form.implementation == 'reference' and not mixin.has_reference
 
 
-def _reason(mixin, module, settings, running, reference):
+def _find_reason(mixin, module, settings, running, reference):
     """Return why nothing of a module can be bypassed, whatever its submodules are, or ``None``.
 
     If ``reference``, the module runs its own code because it has no reference form. Then only its class is checked.

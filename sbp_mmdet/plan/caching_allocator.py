@@ -16,8 +16,8 @@ _ROUNDING = 512  # sizes of blocks are multiples of it
 _LARGEST_SMALL = _MIB  # blocks up to this size come from small segments, larger ones from large segments
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB  # a block of at least this size gets a segment of its own size, in multiples of 2 MiB
-_WITHIN = 0.005  # relative error of the result of `least_capacity`
 _LARGEST_WASTE = _MIB  # if more than this is left of a large block, the rest is cut off
+_WITHIN = 0.005  # relative error by which the result of `least_capacity` may be too large
 
 
 class OutOfMemory(MemoryError):

@@ -192,11 +192,11 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
 
 def _fall_back(module):
     """Restore a module's own code, and forget its keep ratio."""
-    place = module._lean
-    if isinstance(place.draws, StepDraws):
-        stages = place.draws.stages
-        stages.layers.pop(place.layer, None)
-        stages.ratios.pop(place.layer, None)
+    state = module._lean
+    if isinstance(state.draws, StepDraws):
+        stages = state.draws.stages
+        stages.layers.pop(state.layer, None)
+        stages.ratios.pop(state.layer, None)
     release(module)
 
 
