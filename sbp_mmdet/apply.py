@@ -19,7 +19,7 @@ from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.masks import format_keep_ratio
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
-from .surgery import Mixin, mix_in, mix_out, unwrapped
+from .surgery import Mixin, mix_in, mix_out, unwrap
 from .verify.first_pass import FirstPass, verify_at_first_pass
 
 __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
@@ -49,7 +49,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
         >>> print(apply_lean(model, preset='exact'))
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
-    model = unwrapped(model)
+    model = unwrap(model)
     report = apply_settings(model, settings)
     verify_at_first_pass(model, settings, report)
     return report
@@ -110,7 +110,7 @@ def remove_lean(model: nn.Module) -> None:
     Args:
         model (nn.Module): A detector or a backbone.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     _restore(model, model.modules())
 
 

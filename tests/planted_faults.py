@@ -169,7 +169,9 @@ FAULTS = {
         'ffn:FeedForward.backward', 'grad.mul_(factor)', 'grad', 'FFN with dropout'
     ),
     'FFN: dropout of the output': Fault('ffn:FeedForward.backward', 'if second:', 'if False:', 'FFN with dropout'),
-    'FFN: random numbers of another step': Fault('ffn:replayed', 'if state is None:', 'if True:', 'FFN with dropout'),
+    'FFN: random numbers of another step': Fault(
+        'ffn:replay_dropout', 'if state is None:', 'if True:', 'FFN with dropout'
+    ),
     # A convolution that runs again.
     'rerun: bias': Fault('common.rerun_conv:_run', 'cast(bias, s.dtype)', '0 * bias', 'ConvNeXt'),
     'rerun: stored input': Fault(

@@ -16,7 +16,7 @@ from sbp_mmdet import apply_lean
 from sbp_mmdet.checkpointing import run_checkpointed
 from sbp_mmdet.ops.common.module_state import ModuleState, submodules
 from sbp_mmdet.ops.roi_chunks import run_in_chunks
-from sbp_mmdet.passes import of_known_library
+from sbp_mmdet.passes import is_of_known_library
 
 
 class Heads(nn.Module):
@@ -348,7 +348,7 @@ def test_activations_that_a_checkpoint_computes_wrongly_are_not_recomputed():
             module.relu = nn.RReLU(0.3, 0.3)
     lean = copy.deepcopy(plain)
     apply_lean(lean, 'exact_min', verify=False)
-    assert not of_known_library(nn.RReLU())
+    assert not is_of_known_library(nn.RReLU())
     for model in (plain, lean):
         run_model(model).backward()
     for (name, p), expected in zip(lean.named_parameters(), plain.parameters(), strict=True):

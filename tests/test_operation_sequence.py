@@ -8,7 +8,7 @@ from oracles import assert_near
 
 from sbp_mmdet.ops.common.operation_sequence import run_sequence
 from sbp_mmdet.ops.common.recorded_steps import recorded_steps
-from sbp_mmdet.ops.common.stochastic_depth import on_images
+from sbp_mmdet.ops.common.stochastic_depth import run_on_images
 
 IMAGES = 4
 # Images that run the first and the second MLP.
@@ -54,7 +54,7 @@ def _sequence(kept, outside=run_sequence):
                 def mlp(x, own=own):
                     return ops.channel_mlp(ops.MLPSettings(), ops.MLPTensors(x, x, **own, factor=FACTOR))
 
-                x = on_images(mlp, x, torch.tensor(images, dtype=torch.bool), own.values())
+                x = run_on_images(mlp, x, torch.tensor(images, dtype=torch.bool), own.values())
             return x
 
         return outside(mlps, x)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.modes import evaluates_lean, runs_within_others
-from ..ops.common.stochastic_depth import draw_factor, on_images
+from ..ops.common.stochastic_depth import draw_factor, run_on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
@@ -177,7 +177,7 @@ class LeanModule(Mixin):
         if not torch.is_grad_enabled() and not (self.reorders_dropout and self.training and has_active_dropout(self)):
             return False
         bound = self._lean.bound
-        if bound.reference or runs_within_others():
+        if bound.lacks_reference or runs_within_others():
             return False
         if not self.training:
             if not self.folds_frozen_norms or has_trained_parameters(self):
@@ -341,7 +341,7 @@ class LeanModule(Mixin):
         def on_some(x):
             return part(form, x, factor=1 / (1 - rate), **options)
 
-        return on_images(on_some, x, images, part.parameters())
+        return run_on_images(on_some, x, images, part.parameters())
 
 
 class LeanBlock(LeanModule):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.fixed_norms import Factors, FixedNorms, gradients_of_fixed
 from .common.folded_convolution import convolve, convolve_backward, weight_needed
 from .common.kept_maps import KeptMap, keep, keep_input, keep_term
@@ -178,7 +178,7 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
-    return _conv_norm(in_precision(settings, tensors.x), tensors)
+    return _conv_norm(with_dtype(settings, tensors.x), tensors)
 
 
 def _reference(settings, tensors):

@@ -10,7 +10,7 @@ from torch import Tensor
 from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed
 from .common.folded_convolution import convolve, convolve_backward
 from .common.kept_maps import affine
-from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
+from .common.map_norms import Statistics, affine_of_norm, compute_shift, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 
@@ -232,7 +232,7 @@ def affines_of_norms(layers: list[Layer], saved: list[KeptLayer | None]) -> list
         statistics, tensors = ([of[i] for i in batch] for of in (saved, layers))
         mean, rstd = (torch.cat([x.statistics[n] for x in statistics]) for n in (0, 1))
         scale = cast(rstd, accumulator(rstd)) * torch.cat([x.t.norm_weight for x in tensors])
-        shift = centred(torch.cat([x.t.norm_bias for x in tensors]), cast(mean, accumulator(mean)), scale)
+        shift = compute_shift(torch.cat([x.t.norm_bias for x in tensors]), cast(mean, accumulator(mean)), scale)
         sizes = [x.statistics.mean.shape[0] for x in statistics]
         parts = (torch.split_with_sizes(x.view(1, -1, 1, 1), sizes, 1) for x in (scale, shift))
         for i, *numbers in zip(batch, *parts, strict=True):

@@ -10,7 +10,7 @@ from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
 
 from ..adapters import LeanModule, adapter_of
-from ..adapters.bound import runs_reference
+from ..adapters.bound import lacks_reference
 from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart, give_parts_back
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
@@ -21,8 +21,8 @@ from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_sid
 from .eight_bits import check_eight_bits
 from .findings import Findings, Kind
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
-from .kinds import described, settings_of
-from .module_run import SavedTensors, bridge, cotangent, floating, run_module
+from .kinds import describe_tensors, settings_of
+from .module_run import SavedTensors, bridge, cotangent, find_floating, run_module
 from .parts_of_inputs import first_part
 from .random_parts import Disagreement
 from .saved_bytes import SavedBytes, note_calls
@@ -166,7 +166,7 @@ class _Watch:
         def note(args, kwargs, out):
             if any(outer is not part for outer in self.around):
                 return
-            everything = frozenset(range(len(floating((args, kwargs)))))
+            everything = frozenset(range(len(find_floating((args, kwargs)))))
             stored = {} if lean else self._count_own_code(part, args, kwargs)
             if lean or stored:
                 stored['now'] = SavedTensors(0, everything, frozenset())
@@ -243,12 +243,18 @@ class _Watch:
         """Return the kind of a call. A new kind is compared first."""
         name, classes = self.names[id(module)], self.classes[id(module)]
         settings = settings_of(module, classes.state)
-        key = (name if self.every else '', classes.lean, settings, self._is_in_chain(), described((args, kwargs)))
+        key = (
+            name if self.every else '',
+            classes.lean,
+            settings,
+            self._is_in_chain(),
+            describe_tensors((args, kwargs)),
+        )
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = Kind(classes.own.__name__, checkpointed=classes.lean.checkpointed)
             self.findings.kinds.append(kind)
-            self.findings.autocast |= any(autocast_dtype(x) is not None for x in floating((args, kwargs)))
+            self.findings.autocast |= any(autocast_dtype(x) is not None for x in find_floating((args, kwargs)))
             start = time.perf_counter()
             try:
                 self._compare(kind, module, args, kwargs)
@@ -283,7 +289,7 @@ class _Watch:
         form = state.settings.preset.form
         slack = 0.0
         if form.storage == 'int8':
-            slack, maps = _EIGHT_BITS, [x for x in floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
+            slack, maps = _EIGHT_BITS, [x for x in find_floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
             for x in sorted(maps, key=Tensor.numel)[-1:]:
                 check_eight_bits(x)
         whole = make_side(True, lambda state: state._replace(draws=None, row_draws=None))
@@ -338,7 +344,7 @@ class _Watch:
                 m.__class__ = classes.bridged
             else:
                 m._lean = change(classes.state)
-                own = not lean or runs_reference(classes.lean, m._lean.settings.preset.form)
+                own = not lean or lacks_reference(classes.lean, m._lean.settings.preset.form)
                 m.__class__ = classes.own if own else classes.lean
         try:
             yield

@@ -114,7 +114,7 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
     reasons = {}
     for name, module in _lean_modules(model, report).items():
         before = module._lean.bound
-        if before.reason or before.reference or before.bypassed.unchanged(module):
+        if before.reason or before.lacks_reference or before.bypassed.unchanged(module):
             continue
         bound = module.rebind(warns=False)
         new = [reason for _, reason in bound.left if reason not in {known for _, known in before.left}]

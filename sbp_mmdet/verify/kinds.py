@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..adapters import LeanState
 
-__all__ = ['described', 'settings_of']
+__all__ = ['describe_tensors', 'settings_of']
 
 
 def settings_of(module: nn.Module, state: LeanState) -> tuple:
@@ -39,7 +39,7 @@ def _is_plain(value):
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def described(tree) -> tuple:
+def describe_tensors(tree) -> tuple:
     """Return shapes, precisions and layouts of nested arguments, as a hashable value.
 
     Args:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import FULL, accumulator, cast, multiplied
+from .precision import FULL, accumulator, cast, multiply
 
 __all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'row_products']
 
@@ -119,7 +119,7 @@ class FixedNorms:
         """
         folded = self._folded.pop(number, None) if last else None
         if folded is None:
-            folded = multiplied(weight, self.columns[number], dtype)
+            folded = multiply(weight, self.columns[number], dtype)
             if self.keeps_folded and not last:
                 self._folded[number] = folded
         return folded

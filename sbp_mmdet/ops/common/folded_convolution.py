@@ -6,7 +6,7 @@ Settings and tensors are those of :mod:`..conv_norm_act`.
 import torch
 
 from .fixed_norms import NO_GRADIENTS, FixedGradients, row_products
-from .precision import FULL, accumulator, cast, multiplied
+from .precision import FULL, accumulator, cast, multiply
 from .weight_standardisation import standardise, standardise_backward
 
 __all__ = ['convolve', 'convolve_backward', 'weight_needed']
@@ -91,13 +91,13 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, split_factor=N
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
     factor, column = split_factor or (None, norms.columns[number] if fixed else None)
     given = t.weight if s.standardise is None else standardise(t.weight, s.standardise)
-    rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
+    rows = grad if factor is None else multiply(grad, factor.view(-1, 1, 1), s.dtype)
     if not fixed:
         weight = cast(given, s.dtype)
     elif factor is None:
         weight = norms.fold(number, given, s.dtype, last=True)
     else:
-        weight = multiplied(given, column, s.dtype)
+        weight = multiply(given, column, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, (0, 0), s.groups
     which, sizes = (needs.x, needs_weight, sums), weight.shape[:1] if sums else None

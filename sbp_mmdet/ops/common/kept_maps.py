@@ -199,18 +199,14 @@ def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.d
         rows = in_groups(x, scale.shape[2])
         if rows.dim() == 5:
             scale, shift = scale.unsqueeze(4), shift.unsqueeze(4)
-        return _affine_of_groups(rows, scale, shift, dtype).reshape(x.shape)
-    return _affine_of_groups(x, scale, shift, dtype)
-
-
-def _affine_of_groups(x, scale, shift, dtype):
+        return affine(rows, scale, shift, dtype).reshape(x.shape)
     if x.is_cuda:  # in one pass, in the layout of x, without a copy in full precision
         return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
     if scale.dtype is not dtype:
         if x.numel() > _CONVERTED:
-            in_full = functools.partial(_affine_of_groups, dtype=scale.dtype)
+            in_full = functools.partial(affine, dtype=scale.dtype)
             return compute_in_parts(in_full, x, scale, shift, dtype=dtype, most=_CONVERTED)
-        return _affine_of_groups(x, scale, shift, scale.dtype).to(dtype)
+        return affine(x, scale, shift, scale.dtype).to(dtype)
     if x.numel() < FEW or (x.is_floating_point() and not x.is_contiguous()):
         return torch.addcmul(shift, x, scale)
     x = cast(x, dtype) * scale if x.is_floating_point() else x.to(dtype).mul_(scale)
