@@ -210,7 +210,7 @@ def test_change(family, preset, run):
 
 @pytest.mark.parametrize('family', ['heads', 'Swin'])
 def test_parameters_that_are_written_to_are_an_error(family):
-    """As in the plain model: gradients would be those of other weights than the output's."""
+    """Writing to a parameter before the backward pass is an error, as in the plain model."""
     model = FAMILIES[family]()
     apply_lean(model, 'exact_min', verify=False)
     loss = run_model(model)

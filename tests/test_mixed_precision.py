@@ -146,7 +146,7 @@ def test_products_may_be_summed_in_half(monkeypatch):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_relative_positions_are_resized_before_they_are_rounded(dtype):
-    """As in plain code under CUDA's autocast; rounded numbers between rounded ones would be rounded twice."""
+    """Embeddings are resized in full precision, as in plain code under CUDA's autocast, and rounded once."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 30, 8, generator=generator).to(dtype)
     t = {name: torch.randn(7, 8, generator=generator) for name in ('rows', 'columns')}

@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_definition(kept):
 @pytest.mark.parametrize('outside', [run_sequence, lambda run, x: run(x)], ids=['one node', 'one by one'])
 @pytest.mark.parametrize('kept', KEPT)
 def test_what_runs_behind_may_write_to_the_output(kept, outside):
-    """As to the output of plain blocks, also where no image runs them; the input keeps its values."""
+    """Code behind may write to the output, also if no image runs the operations; the input keeps its values."""
 
     def write(run):
         def write_to_output(x, **tensors):

@@ -303,7 +303,7 @@ def test_forward_mode_differentiation(family):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ResNet', 'pyramid'])
 def test_traced_in_training(family, preset):
-    """``torch.jit.trace`` would record the output of an operation with a backward pass of its own as a constant."""
+    """A traced model runs its own code, because tracing would record the outputs of operations as constants."""
     lean = FAMILIES[family]()
     plain, found, images = copy.deepcopy(lean), [], random_images()
     apply_lean(lean, preset)

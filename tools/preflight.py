@@ -223,7 +223,7 @@ def _check_training_set(path, key, dataset, classes, names):
 
 
 def _is_of_mmdet(kind):
-    """Return whether a class is of mmdet or mmcv; so is ``None``, a name that is not registered yet."""
+    """Return whether a class is of mmdet or mmcv. ``None``, for a name that is not registered yet, counts as theirs."""
     return kind is None or kind.__module__.partition('.')[0] in ('mmcv', 'mmdet')
 
 

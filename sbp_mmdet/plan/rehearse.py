@@ -30,7 +30,7 @@ _DIGITS = 1.001  # a budget is given with few digits, so a need that exceeds it 
 
 
 class DoesNotFit(RuntimeError):
-    """Error of a largest batch that needs more memory than there is."""
+    """The largest batch needs more memory than there is."""
 
 
 @HOOKS.register_module()
