@@ -40,7 +40,7 @@ class Case:
 
     def __init__(self, name: str, model: nn.Module, module: str, keys: dict):
         preset, own = parse_name(name)
-        self.name, self.row, self.rival = name, dict(preset=name), RIVALS.get(name)
+        self.name, self.rival = name, RIVALS.get(name)
         self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         if preset != 'none':
             apply_lean(self.model, preset=preset, **{**own, **keys})
