@@ -37,9 +37,9 @@ def _rows(name, **where):
     return find
 
 
-def _ratio(rows, variant, key, form='.3f'):
+def _ratio(rows, variant, key):
     row = rows(variant)
-    return '' if row is None else f'{row[key] / rows("none")[key]:{form}}'
+    return '' if row is None else f'{row[key] / rows("none")[key]:.3f}'
 
 
 def _complete_heads(heads):

@@ -76,7 +76,6 @@ def _rotated(path, **keys):
 
 _NO_PADDING = {'model.data_preprocessor.batch_augments': None}  # to 1024 x 1024
 _FEW_ROIS = {'model.train_cfg.rcnn.sampler.num': 16}
-_FOUR_BLOCKS = {'model.backbone.depth': 4, **_FEW_ROIS}
 _SWIN = {'model.backbone.depths': [1, 1, 2, 1]}
 TEXT = {'model.language_model': dict(_delete_=True, type='TextStandIn')}
 _LAYERS = {'model.encoder.num_layers': 2, 'model.decoder.num_layers': 2}

@@ -50,14 +50,13 @@ class Enlarge(BaseTransform):
         return results
 
 
-def write_pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3, boxes: int = 2) -> Path:
-    """Write pictures with rectangles, as COCO and as VOC have them.
+def write_pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 3) -> Path:
+    """Write pictures with two rectangles each, as COCO and as VOC have them.
 
     Args:
         folder (Path): Folder to write to.
         shapes (list[tuple[int, int]]): Height and width of each picture.
         channels (int): Channels of the pictures. Default: 3.
-        boxes (int): Boxes in each picture. Default: 2.
 
     Returns:
         Path: The folder.
@@ -72,7 +71,7 @@ def write_pictures(folder: Path, shapes: list[tuple[int, int]], channels: int = 
         cv2.imwrite(str(folder / f'VOC2007/JPEGImages/{i}.jpg'), picture[..., :3])
         content['images'].append(dict(id=i, file_name=f'{i}.png', height=height, width=width))
         objects = ''
-        for _ in range(boxes):
+        for _ in range(2):
             x, y = rng.uniform(0, 0.5, 2) * (width, height)
             w, h = 0.4 * width, 0.4 * height
             polygon = [x, y, x + w, y, x + w, y + h, x, y + h]

@@ -118,14 +118,12 @@ def panels(rows: int = 1, columns: int = 1, **options) -> tuple:
     return figure, grid
 
 
-def save_picture(figure, path: Path, title: str = '', legend: Sequence = (), columns: int = 5, dpi: int = 100) -> None:
+def save_picture(figure, path: Path, legend: Sequence = (), columns: int = 5, dpi: int = 100) -> None:
     """Write a picture, make its folder, and close it. ``legend`` (handles) is placed below all panels."""
     import matplotlib.pyplot as plt
 
     if legend:
         figure.legend(handles=legend, loc='outside lower center', ncols=columns, fontsize=8, frameon=False)
-    if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha='left')
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
     plt.close(figure)

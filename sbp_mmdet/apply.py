@@ -7,7 +7,7 @@ can be changed. A few lines add a class of your own, see :mod:`.adapters.base`.
 
 from torch import nn
 
-from .adapters import LeanModule, Place, bypassed_by, release, take_over
+from .adapters import LeanModule, LeanState, bypassed_by, release, take_over
 from .adapters.predicate import fairscale_forward
 from .adapters.row_draws import RowDraws
 from .change_plan import modules_to_change, patch_stride, plan_change
@@ -19,7 +19,7 @@ from .presets import Settings
 from .report import NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.masks import format_keep_ratio
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
-from .surgery import Mixin, mix_in, mix_out, unwrapped
+from .surgery import Mixin, mix_in, mix_out, unwrap
 from .verify.first_pass import FirstPass, verify_at_first_pass
 
 __all__ = ['Report', 'apply_lean', 'keep_ratios', 'remove_lean']
@@ -49,7 +49,7 @@ def apply_lean(model: nn.Module, preset: str = 'exact', **keys) -> Report:
         >>> print(apply_lean(model, preset='exact'))
     """
     settings = Settings.parse(dict(preset=preset, **keys), where='apply_lean')
-    model = unwrapped(model)
+    model = unwrap(model)
     report = apply_settings(model, settings)
     verify_at_first_pass(model, settings, report)
     return report
@@ -110,7 +110,7 @@ def remove_lean(model: nn.Module) -> None:
     Args:
         model (nn.Module): A detector or a backbone.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     _restore(model, model.modules())
 
 
@@ -161,8 +161,8 @@ def draws_of(model: nn.Module) -> list[StepDraws]:
     Args:
         model (nn.Module): A backbone, or a model with one.
     """
-    places = (module._lean for module in model.modules() if isinstance(module, LeanModule))
-    return [*{id(place.draws): place.draws for place in places if isinstance(place.draws, StepDraws)}.values()]
+    states = (module._lean for module in model.modules() if isinstance(module, LeanModule))
+    return [*{id(state.draws): state.draws for state in states if isinstance(state.draws, StepDraws)}.values()]
 
 
 class _CheckpointedBlock(Checkpointed):
@@ -179,12 +179,12 @@ def _carry_out(model, settings, plan, chosen):
 
     frozen = _frozen_in_training(model)
 
-    def change(module, mixin, place, meaning):
+    def change(module, mixin, state, meaning):
         name = names[id(module)]
         if settings.preset.form is None:
             mix_in(module, _CheckpointedBlock)
         else:
-            take_over(module, mixin, place._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
+            take_over(module, mixin, state._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
         parameters = _nearest_parameters(model, name)
         trains = not parameters or not frozen.issuperset(map(id, parameters))
         (changed if trains else left)[name] = meaning if trains else 'frozen'
@@ -199,15 +199,15 @@ def _carry_out(model, settings, plan, chosen):
                 change(
                     module,
                     mixin,
-                    Place(settings, key, draws),
+                    LeanState(settings, key, draws),
                     _describe_change(settings, ratios.get(key), module, mixin),
                 )
         if settings.preset.form is not None and draws.stages.any_random():
             attach_draws(owner, draws)
     for module, mixin in plan.others:
         ratio = mixin.token_ratio(settings)
-        place = Place(settings, draws=TokenDraws(settings) if ratio else None)
-        change(module, mixin, place, _describe_change(settings, ratio, module, mixin))
+        state = LeanState(settings, draws=TokenDraws(settings) if ratio else None)
+        change(module, mixin, state, _describe_change(settings, ratio, module, mixin))
     if settings.preset.checkpoints:
         for part, mixin in [*parts_to_checkpoint(model, chosen, settings.preset.checkpoints)]:
             mix_in(part, mixin)

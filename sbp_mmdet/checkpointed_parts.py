@@ -26,7 +26,7 @@ from .ops.common.modes import evaluates_lean, runs_within_others
 from .ops.common.operation_sequence import run_sequence
 from .ops.common.uncompiled import uncompiled
 from .ops.roi_chunks import run_in_chunks
-from .passes import is_known_inside, of_known_library
+from .passes import is_known_inside, is_of_known_library
 from .surgery import Mixin, detectors, refuse_tracing, stock_class
 
 __all__ = [
@@ -266,7 +266,7 @@ _LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
 def _may_run_twice(part):
     if find_override({*map(type, part.parameters())}):
         return False
-    return all(map(of_known_library, part.modules())) and is_known_inside(part)
+    return all(map(is_of_known_library, part.modules())) and is_known_inside(part)
 
 
 def give_parts_back(module: nn.Module) -> None:

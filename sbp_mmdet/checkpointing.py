@@ -65,7 +65,7 @@ def _buffers(parts: Sequence[nn.Module]) -> list[_Buffer]:
 
 
 @contextlib.contextmanager
-def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[None]:
+def keep_buffers(module: nn.Module, values: Sequence[_Buffer]) -> Iterator[None]:
     """Replace the buffers of a module by copies within the context, so that a forward pass updates the copies.
 
     The buffers themselves are not written to, because the graph of another forward pass may have saved them. This holds
@@ -73,10 +73,10 @@ def keep_buffers(module: nn.Module, values: Sequence[_Buffer] = ()) -> Iterator[
 
     Args:
         module (nn.Module): Module that runs within the context.
-        values (Sequence): Buffers whose copies begin with other values. Default: none, all have their present values.
+        values (Sequence): Buffers whose copies begin with other values; the others begin with their present values.
 
     Example:
-        >>> with keep_buffers(model):
+        >>> with keep_buffers(model, ()):
         ...     model(images)  # running statistics do not change
     """
     before, copies = _buffers(submodules([module])), {}
@@ -281,12 +281,12 @@ def refuse_replays(model: nn.Module) -> None:
         if not isinstance(module, Checkpointed):
             continue
         for inner, layer in module.named_modules(prefix=outer):
-            place = vars(layer).get('_lean')
+            state = vars(layer).get('_lean')
             if layer is module and module.replays_draws:
                 continue
-            if place is not None and place.draws is not None and place.draws.is_random(place.layer):
+            if state is not None and state.draws is not None and state.draws.is_random(state.layer):
                 raise DrawsInside(
-                    f"{outer} is checkpointed, but {inner} inside of it, with preset='{place.settings.preset.name}', "
+                    f"{outer} is checkpointed, but {inner} inside of it, with preset='{state.settings.preset.name}', "
                     'drops positions or images. It stores less than the checkpoint: remove it from '
                     'CheckpointModulesHook, or leave that part out of LeanHook(modules=[...])'
                 )

@@ -11,7 +11,7 @@ from .checkpointing import checkpoint_modules
 from .chunked_targets import targets_in_chunks
 from .presets import Settings, parse_module_names, refuse_unknown_keys
 from .report import ReportingHook
-from .surgery import ModelHook, named_submodules, unwrapped
+from .surgery import ModelHook, named_submodules, unwrap
 
 __all__ = ['CheckpointModulesHook', 'LeanHook', 'TargetsInChunksHook']
 
@@ -48,7 +48,7 @@ class LeanHook(ReportingHook, ModelHook):
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        self.report = apply_settings(unwrapped(model), self.settings)
+        self.report = apply_settings(unwrap(model), self.settings)
         done = f"preset='{self.settings.preset.name}': {self.report}"
         if self.settings.preset.name == 'none' or self.settings.modules is not None:
             return done
@@ -78,7 +78,7 @@ class LeanHook(ReportingHook, ModelHook):
 
     def keep_ratio(self, model: nn.Module) -> float | None:
         """Return the mean keep ratio of the thinned layers, or ``None`` if there are none."""
-        ratios = keep_ratios(unwrapped(model)).values()
+        ratios = keep_ratios(unwrap(model)).values()
         return sum(ratios) / len(ratios) if ratios else None
 
 
@@ -119,7 +119,7 @@ class CheckpointModulesHook(ModelHook):
         if self._looked:
             return
         self._looked = True
-        found = named_submodules(unwrapped(runner.model), self.modules)
+        found = named_submodules(unwrap(runner.model), self.modules)
         if silent := [name for name, module in found if not getattr(module, 'has_run', False)]:
             runner.logger.warning(
                 f'CheckpointModulesHook: {", ".join(silent)} did not run in the first step, so checkpointing saves '

@@ -151,20 +151,18 @@ class _Search:
     def _follow(self, function):
         """Look at what a function of a library uses by name."""
         names, scope = _names_in(function.__code__), function.__globals__
-        user = sys.modules.get(_get_module_name(function))
+        home = _get_module_name(function)
+        user, package = sys.modules.get(home), _package(home)
         for name in sorted(names):
             self._look_in_class(name)
             if name not in scope:
                 continue
             value = scope[name]
             if not isinstance(value, ModuleType):
-                self._look_in_module(user, name, value, _package(_get_module_name(function)))
-            elif (
-                value.__name__ in _FUNCTIONS
-                or _package(value.__name__) == _package(_get_module_name(function)) != 'torch'
-            ):
+                self._look_in_module(user, name, value, package)
+            elif value.__name__ in _FUNCTIONS or _package(value.__name__) == package != 'torch':
                 for inside in sorted(names & vars(value).keys()):
-                    self._look_in_module(value, inside, vars(value)[inside], _package(_get_module_name(function)))
+                    self._look_in_module(value, inside, vars(value)[inside], package)
 
     def _look_in_module(self, module, name, value, package):
         """Look at a function that one of a package uses."""
@@ -173,10 +171,11 @@ class _Search:
             return
         self._visited.add((module, name))
         self.functions[module, name] = value
-        renamed = module.__name__ in _FUNCTIONS and _plain(getattr(value, '__name__', '')) != _plain(name)
-        home = package if isinstance(function, BuiltinFunctionType) else _package(_get_module_name(function))
-        if _get_module_name(function).startswith(_STAND_INS):
+        written_in = _get_module_name(function)
+        if written_in.startswith(_STAND_INS):
             return
+        renamed = module.__name__ in _FUNCTIONS and _plain(getattr(value, '__name__', '')) != _plain(name)
+        home = package if isinstance(function, BuiltinFunctionType) else _package(written_in)
         if renamed or home not in (*_LIBRARIES, package):
             self._blame(module, name, function)
         elif isinstance(function, FunctionType) and home == package != 'torch':
@@ -199,9 +198,11 @@ def _function_of(member):
 
 
 def _is_written_in(function, kind, name):
-    if _get_module_name(function).startswith(_STAND_INS):
+    """Return whether a function is the method of a class that its source defines, or the planner's in its place."""
+    written_in = _get_module_name(function)
+    if written_in.startswith(_STAND_INS):
         return True
-    if not isinstance(function, FunctionType) or _get_module_name(function) != kind.__module__:
+    if not isinstance(function, FunctionType) or written_in != kind.__module__:
         return False
     return kind is nn.Module or function.__qualname__ == f'{kind.__qualname__}.{name}'
 

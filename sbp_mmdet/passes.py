@@ -28,7 +28,7 @@ __all__ = [
     'detach_draws',
     'has_hooks_of_others',
     'is_known_inside',
-    'of_known_library',
+    'is_of_known_library',
     'share_maps_within',
 ]
 
@@ -146,7 +146,7 @@ def _find_scopes(module, depth) -> Iterator[nn.Module]:
     sharing = [m for m in inside if getattr(m, 'shares_maps', False) or isinstance(m, nn.Conv2d)]
     if len(sharing) < 2 or not any([getattr(m, 'shares_maps', False) for m in sharing]):
         return
-    known = of_known_library(module) and is_known_inside(module)
+    known = is_of_known_library(module) and is_known_inside(module)
     if known and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         yield module
         depth += 1
@@ -259,7 +259,7 @@ def has_hooks_of_others(module: nn.Module, observers: str | tuple[str, ...]) -> 
     return not all((getattr(hook, '__module__', None) or '').startswith(observers) for hook in hooks)
 
 
-def of_known_library(module: nn.Module) -> bool:
+def is_of_known_library(module: nn.Module) -> bool:
     """Return whether the class of a module, as it was before this package changed it, and its code are of a library.
 
     Args:

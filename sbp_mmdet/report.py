@@ -12,7 +12,7 @@ from torch import nn
 
 from .adapters import LeanModule
 from .stochastic_backprop.step_draws import StepDraws
-from .surgery import Mixin, unwrapped
+from .surgery import Mixin, unwrap
 from .verify.dry_run import NoUpdate
 from .verify.first_pass import conclude, verify_changed, warn_of_own_code
 
@@ -95,7 +95,7 @@ class ReportingHook(Hook):
         super().before_run(runner)
         for other in itertools.takewhile(lambda hook: hook is not self, runner.hooks):  # those that ran before this one
             if isinstance(other, ReportingHook) and hasattr(other, 'report'):
-                self._refuse_second_change(unwrapped(runner.model), other.report.changed)
+                self._refuse_second_change(unwrap(runner.model), other.report.changed)
         if not self.report.changed:
             plain = self.settings.preset.name == 'none'
             runner.logger.warning(
@@ -105,7 +105,7 @@ class ReportingHook(Hook):
                 'modules=[...]'
             )
         if self.settings.preset.gradients == 'sbp':
-            if line := thinned_line(unwrapped(runner.model)):
+            if line := thinned_line(unwrap(runner.model)):
                 runner.logger.info(f'LeanHook: {line}')
             runner.logger.info(
                 "preset='sbp' lost AP on small objects in our trainings; with 'exact' we found no significant loss. "
@@ -129,7 +129,7 @@ class ReportingHook(Hook):
         """Verify the changed modules before the first step; called by mmengine's runner."""
         if self._verified:
             return
-        self._verified, settings, model = True, self.settings, unwrapped(runner.model)
+        self._verified, settings, model = True, self.settings, unwrap(runner.model)
 
         def say(message, level):
             runner.logger.log(level, message)

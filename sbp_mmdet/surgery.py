@@ -34,7 +34,7 @@ __all__ = [
     'named_submodules',
     'refuse_tracing',
     'stock_class',
-    'unwrapped',
+    'unwrap',
 ]
 
 
@@ -278,7 +278,7 @@ def _named(model, modules):
             yield name, module
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside distributed wrappers and test-time augmentation, or the model itself.
 
     Raises:
@@ -305,7 +305,7 @@ def detectors(model: nn.Module) -> dict[str, nn.Module]:
     Returns:
         dict[str, nn.Module]: Detectors by name; the model itself has the name ''. Empty for a backbone.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     outermost = {}
     for name, module in model.named_modules():  # the outer ones first; a backbone may be made of one
         if 'backbone' in module._modules and not any(not outer or name.startswith(f'{outer}.') for outer in outermost):
@@ -339,7 +339,7 @@ class ModelHook(Hook):
 
     def before_run(self, runner) -> None:
         """Change the model of a runner and log what was done."""
-        runner.logger.info(f'{type(self).__name__}: {self.apply(unwrapped(runner.model))}')
+        runner.logger.info(f'{type(self).__name__}: {self.apply(unwrap(runner.model))}')
 
 
 def hook_class(cfg: dict) -> type | None:

@@ -97,7 +97,7 @@ def make_project(folder: Path, train: int = 8, val: int = 2, size: int = 64) -> 
 
 @functools.cache
 def _base_config():
-    """Return the quick start's config in one file: of each of MMDetection's, mmengine reads all of its metafiles."""
+    """Return the quick start's config in one file. For each parent in MMDetection, mmengine reads all metafiles."""
     base = CONFIGS / 'sbp_convnext/mask-rcnn_sbp-convnext-atto_fpn_quickstart_shapes.py'
     return Config.fromfile(base, import_custom_modules=False).pretty_text
 

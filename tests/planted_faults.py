@@ -169,7 +169,9 @@ FAULTS = {
         'ffn:FeedForward.backward', 'grad.mul_(factor)', 'grad', 'FFN with dropout'
     ),
     'FFN: dropout of the output': Fault('ffn:FeedForward.backward', 'if second:', 'if False:', 'FFN with dropout'),
-    'FFN: random numbers of another step': Fault('ffn:replayed', 'if state is None:', 'if True:', 'FFN with dropout'),
+    'FFN: random numbers of another step': Fault(
+        'ffn:replay_dropout', 'if state is None:', 'if True:', 'FFN with dropout'
+    ),
     # A convolution that runs again.
     'rerun: bias': Fault('common.rerun_conv:_run', 'cast(bias, s.dtype)', '0 * bias', 'ConvNeXt'),
     'rerun: stored input': Fault(
@@ -233,7 +235,7 @@ FAULTS = {
     'chain: signs': Fault('common.sign_bits:_bits_of', '.bool()', '.logical_not()', 'ResNet-50'),
     'chain: shortcut in the second run': Fault('residual_block:rerun_output', 'out.add_(x)', 'out', 'ResNet-50'),
     'chain: ReLU in the second run': Fault(
-        'residual_block:rerun_output', 'members.signs.relu_(saved.output, out)', 'out', 'ResNet-50'
+        'residual_block:rerun_output', 'block.signs.relu_(saved.output, out)', 'out', 'ResNet-50'
     ),
     'chain: mask of a ReLU': Fault(
         'residual_chain:_backward',

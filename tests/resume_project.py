@@ -60,8 +60,8 @@ class TroubleHook(Hook):
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
 
         def write(block, args):
-            place = block._lean
-            keep = place.draws.positions(place.layer, args[0].shape[-2:].numel()).keep
+            state = block._lean
+            keep = state.draws.positions(state.layer, args[0].shape[-2:].numel()).keep
             digest = hashlib.sha1(keep.numpy().tobytes()).hexdigest()
             with open(Path(runner.work_dir) / 'masks.txt', 'a') as file:
                 file.write(f'{runner.rank} {runner.iter} {digest}\\n')

@@ -94,7 +94,7 @@ def _are_indices(func, args, here):
 
 
 def _on_cpu(kernel):
-    """Return a kernel of mmcv, which knows no device 'meta', that computes on the CPU."""
+    """Return a function that runs a kernel of mmcv on the CPU, because mmcv has none for the device 'meta'."""
 
     def run(*args, **kwargs):
         there = any(isinstance(leaf, Elsewhere) for leaf in tree_flatten((args, kwargs))[0])

@@ -226,7 +226,7 @@ ADDED = {
 
 @pytest.mark.parametrize('name', ADDED)
 def test_masks_of_large_numbers(name):
-    """They are added in the precision of the attention, in which their sum may be minus infinity."""
+    """Masks are added in the precision of the attention, in which their sum may be minus infinity."""
     dtype, masks = ADDED[name]
     plain, lean = changed(MultiheadAttention(8, 2, batch_first=True))
     x = torch.randn(2, 5, 8)

@@ -297,7 +297,7 @@ def test_whole_detectors(name):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('name', ['Res2Net', 'ResNeSt', 'plugins', 'ResNet-50', 'ResNet-18, training'])
 def test_a_norm_on_both_paths_of_a_block(name, preset):
-    """Its running statistics depend on which path is the first."""
+    """A norm that is on both paths is called in the block's own order, which decides its running statistics."""
     plain = build_module(BACKBONES[name][0])
     number = 2 if '18' in name else 3
     for index, hook in enumerate((False, True)):  # with a hook, the block is no part of a chain

@@ -88,7 +88,10 @@ def crowded_queries(boxes):
 
 
 def test_self_attention_of_a_crowded_image_stores_no_map():
-    """There are two denoising queries for each box of the most crowded image; plain attention stores their square."""
+    """Stored bytes grow with the number of queries, where plain attention stores a map of its square.
+
+    DINO has two denoising queries for each box of the most crowded image.
+    """
     torch.manual_seed(0)
     plain = nn.Sequential(MultiheadAttention(16, 4, batch_first=True)).double()
     lean, stored = copy.deepcopy(plain), {}

@@ -274,7 +274,7 @@ def test_a_part_of_a_vitdet_block_that_is_unknown_runs_its_own_code(part, window
 
 
 def test_a_trained_scale_of_the_attention_of_vitdet():
-    """Its value is that of the number, so that a comparison of values does not tell the two apart."""
+    """A trained scale is told from a number of the same value, and the attention runs its own code."""
     block = randomize(Block())
     number = block.attn.scale
     del block.attn.scale

@@ -69,7 +69,7 @@ def test_a_foreign_checkpoint_around_a_thinned_part_is_refused(foreign, reentran
 @pytest.mark.parametrize('reentrant', [True, False])
 @pytest.mark.parametrize('options', [{}, dict(drop_path_rate=0.9)], ids=str)
 def test_exact_layers_may_run_again(foreign, reentrant, options):
-    """If no images are left out, nothing is drawn. Here two passes are recomputed."""
+    """A checkpoint may recompute layers that drop no positions or images, here in two passes."""
     found = []
     for change in (None, foreign):
         model = build('stock Swin', dict(preset='exact', skip_dropped_images=False), **options)
@@ -92,7 +92,7 @@ def test_a_checkpoint_stays_in_front(order):
 
 
 def test_a_confined_plugin_leaves_checkpoints_alone():
-    """This is the remedy that the error message suggests."""
+    """Lean modules beside a checkpointed stage train, which is the remedy that the error message suggests."""
     model, x = build('stock Swin'), random_images(2, 64, 64)
     apply_lean(model, 'sbp', modules=['stages.1', 'stages.2', 'stages.3'])
     checkpoint_modules(model, ['stages.0'])

@@ -27,7 +27,10 @@ class _Folds(TorchDispatchMode):
 
 
 def test_a_backward_pass_folds_the_weights_of_a_block_once():
-    """What a recomputed layer has folded, the gradient of its input uses. Only the last layers run before the block."""
+    """The gradient of a layer's input uses the weight that its recomputation folded.
+
+    The last layer of each block but the last is folded twice: it also recomputes the input of the next block.
+    """
     model = build_stage(blocks=4)
     apply_lean(model)
     out = model(random_map().requires_grad_())

@@ -16,7 +16,7 @@ from sbp_mmdet import apply_lean
 from sbp_mmdet.checkpointing import run_checkpointed
 from sbp_mmdet.ops.common.module_state import ModuleState, submodules
 from sbp_mmdet.ops.roi_chunks import run_in_chunks
-from sbp_mmdet.passes import of_known_library
+from sbp_mmdet.passes import is_of_known_library
 
 
 class Heads(nn.Module):
@@ -210,7 +210,7 @@ def test_change(family, preset, run):
 
 @pytest.mark.parametrize('family', ['heads', 'Swin'])
 def test_parameters_that_are_written_to_are_an_error(family):
-    """As in the plain model: gradients would be those of other weights than the output's."""
+    """Writing to a parameter before the backward pass is an error, as in the plain model."""
     model = FAMILIES[family]()
     apply_lean(model, 'exact_min', verify=False)
     loss = run_model(model)
@@ -348,7 +348,7 @@ def test_activations_that_a_checkpoint_computes_wrongly_are_not_recomputed():
             module.relu = nn.RReLU(0.3, 0.3)
     lean = copy.deepcopy(plain)
     apply_lean(lean, 'exact_min', verify=False)
-    assert not of_known_library(nn.RReLU())
+    assert not is_of_known_library(nn.RReLU())
     for model in (plain, lean):
         run_model(model).backward()
     for (name, p), expected in zip(lean.named_parameters(), plain.parameters(), strict=True):

@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_heads_own_code(name, needs_x):
 
 @pytest.mark.parametrize('trained', ['fc_cls', 'fc_reg'])
 def test_an_output_behind_frozen_layers_has_no_gradient(trained):
-    """Of frozen maps, where the layers of the other output train alone, as in fine-tuning."""
+    """An output whose layers and input are frozen has no gradient, as in fine-tuning of the other output's layers."""
     steps, losses = [], []
     for plain in (True, False):
         head = build_head('box').requires_grad_(False)
@@ -181,7 +181,10 @@ def test_box_heads_without_convolutions_stay_whole():
 
 
 def test_autocast_gives_gradients_of_the_same_precision():
-    """They are sums of the own code's gradients of each chunk. For all RoIs at once, CPUs sum otherwise in bfloat16."""
+    """Gradients are sums of those that the own code computes for each chunk.
+
+    They are not compared with those of all RoIs at once, which CPUs sum differently in bfloat16.
+    """
     plain, name = build_head('mask').float(), 'mask'
     lean, x = make_chunked_copy(plain), random_maps(name).float()
     with torch.autocast('cpu', torch.bfloat16):

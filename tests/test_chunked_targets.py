@@ -47,7 +47,7 @@ def bitmaps(dtype=np.uint8):
 @pytest.mark.parametrize('positives', [0, 1, 3, 4, 11])
 @pytest.mark.parametrize('number', [1, 2, 4])
 def test_mask_targets_are_the_same(positives, number, dtype):
-    """This includes soft masks, and more objects than are sent to the device at a time."""
+    """Targets in chunks are those of mmdet, also for soft masks and for more objects than are sent at a time."""
     masks = bitmaps(dtype)
     head, given = mask_targets(masks, positives, soft=dtype is np.float32)
     expected = head.get_targets(*given)

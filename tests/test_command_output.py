@@ -80,7 +80,7 @@ def test_an_interruption(tmp_path):
 
 
 def test_a_process_without_stdout(monkeypatch):
-    """Python sets ``sys.stdout`` to ``None`` if it was closed before the process began."""
+    """The command ends without an error if ``sys.stdout`` is ``None``, as in a process that began with it closed."""
     monkeypatch.setattr(sys, 'stdout', None)
     command.main(['report', RETINA])
 

@@ -196,7 +196,7 @@ def test_a_missing_import_is_a_warning(base, line, message, tmp_path, capsys):
 
 @pytest.mark.parametrize('uses', [True, False])
 def test_modules_of_ones_own_may_import_the_package(uses, tmp_path, capsys, monkeypatch):
-    """What they import counts; this process has imported the package in any case."""
+    """A module of the project counts as importing sbp_mmdet if it or one that it imports does."""
     monkeypatch.syspath_prepend(str(tmp_path))
     own, used = f'own_{uses}_in_test', f'used_{uses}_in_test'
     (tmp_path / f'{own}.py').write_text(f'import math\nimport torch\nimport {used}\n')

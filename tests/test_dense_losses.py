@@ -153,7 +153,7 @@ def test_settings_may_change_before_the_backward_pass(name):
 @pytest.mark.parametrize('when', ['before', 'after'])
 @pytest.mark.parametrize('name', LOSSES)
 def test_a_weight_that_is_trained_gets_its_gradient(name, when):
-    """As in losses that are weighed by their uncertainty. A loss in chunks computes gradients of scores only."""
+    """A loss with a trained weight runs its own code, because a loss in chunks computes gradients of scores only."""
     own, target = copy.deepcopy(LOSSES[name][0]), LOSSES[name][1]
     chunked, found = copy.deepcopy(own), []
     if when == 'after':

@@ -146,7 +146,7 @@ def test_example_of_a_family():
 
 
 def test_example_of_a_family_is_verified_with_dropped_positions():
-    """Its depthwise convolution has an adapter of its own, without a reference form."""
+    """The example's blocks are verified. Their depthwise convolution has an adapter without a reference form."""
     names = {}
     exec(_find_python_blocks('docs/extending.md')[0], names)
     stages = [nn.Sequential(names['MyBlock'](8), names['MyBlock'](8)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Masks are drawn when and from what they should be, and each layer gets its own."""
+"""Masks follow from seed, rank, iteration and pass, are drawn once in a pass, and each layer gets its own."""
 
 import contextlib
 
@@ -225,7 +225,7 @@ def are_independent(a, b):
 
 
 def test_parts_of_a_backbone_that_were_changed_one_by_one(iteration):
-    """They skip other images, and drop the same positions."""
+    """Parts that were changed one by one skip images independently of each other."""
     iteration(3)
     model = build('stock Swin', drop_path_rate=0.5)
     for part in ('stages.2', 'stages.3'):

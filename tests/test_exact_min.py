@@ -139,7 +139,7 @@ def test_removal_leaves_no_attribute_behind(neck, head):
 
 @pytest.mark.parametrize('kind', ['CSPNeXt', 'CSPDarknet'])
 def test_the_stem_of_a_csp_network_is_recomputed(kind):
-    """Its maps are no longer stored, and batch norms count a step once."""
+    """No map of the stem is stored, and its batch norms count a step once."""
     model = _detector('FPN', 'ATSSHead')
     torch.manual_seed(1)
     model.backbone = MODELS.build(dict(type=kind, deepen_factor=0.167, widen_factor=0.125, out_indices=(2, 3, 4)))

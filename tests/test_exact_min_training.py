@@ -80,7 +80,7 @@ def _optimizer(model):
 
 @pytest.mark.parametrize('first', [True, False], ids=['averaged before', 'averaged after'])
 def test_averaged_copies(first):
-    """mmengine's EMA copies the model, before or after LeanHook."""
+    """mmengine's EMA averages the same weights as in the plain model, made before or after the model is changed."""
     plain, lean = build_detector(), build_detector()
     averages = {}
     for model in (plain, lean):

@@ -222,7 +222,7 @@ def test_sync_bn_of_one_process_is_batch_norm(monkeypatch):
 
 
 def test_launches_are_counted_where_tensors_have_numbers():
-    """There, positions are read and statistics are computed; without a GPU, both are replaced."""
+    """Tensors on a CPU keep their numbers while launches are counted; without numbers, what reads them is replaced."""
     x = torch.arange(4.0)
     with Launches():
         assert x[3].item() == 3 and x[x > 1].tolist() == [2, 3]

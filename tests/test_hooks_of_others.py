@@ -71,7 +71,7 @@ def test_other_changes_have_another_cause(change):
 
 @pytest.mark.parametrize('modules', [None, ['layer2']])
 def test_a_hook_that_undoes_the_change_of_another(modules):
-    """The training would be the plain one although the first hook's lines in the log say otherwise."""
+    """A second hook whose preset undoes the change of the first is an error, which names the hook's preset."""
     model, _ = build('none')
     hooks = [LeanHook('exact'), LeanHook('none', modules=modules)]
     runner = SimpleNamespace(model=model, hooks=hooks, logger=logging.getLogger('hooks'), cfg=None)

@@ -74,7 +74,7 @@ def test_tensors_of_other_classes_in_checkpoints(preset):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.uint8])
 @pytest.mark.parametrize('family', [name for name in FAMILIES if name not in ('attention', 'deformable', 'FFN')])
 def test_images_in_another_precision_are_an_error(family, dtype):
-    """As in the plain model: images that nobody has normalised or cast must not train in silence."""
+    """Images in another precision than the weights raise the same error as in the plain model."""
     lean = FAMILIES[family]()
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=False)
@@ -87,7 +87,7 @@ def test_images_in_another_precision_are_an_error(family, dtype):
 
 
 def test_the_precision_of_a_model_may_change():
-    """What was bound in one precision is bound again in another, and stays lean."""
+    """A model that is cast to another precision stays lean, and its operations take inputs of that precision."""
     model = nn.ModuleDict(dict(conv=nn.Conv2d(3, 4, 3), neck=FPN([3, 3], 4, 2))).double().train()
     apply_lean(model, verify=False)
     for dtype in (torch.float64, torch.float32, torch.float64):

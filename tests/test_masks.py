@@ -196,7 +196,7 @@ def test_positions_partition_the_map(kept):
 
 
 def test_positions_of_a_mask_that_was_there_before():
-    """They are those of the first call, and the same tensors, whatever was called in between."""
+    """A mask that occurs again gets the same tensors as at first, whatever was called in between."""
     masks_ = [sample_mask(6, 7, 0.5, 'grid', torch.Generator().manual_seed(seed)) for seed in range(8)]
     masks_ += [mask[:, :6].contiguous() for mask in masks_] + [mask.view(7, 6) for mask in masks_]
     masks._of_grid.cache_clear()

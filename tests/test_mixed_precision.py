@@ -130,7 +130,7 @@ def test_gradients_of_the_input_of_a_norm_are_not_rounded_in_between(name):
 
 @needs_fp16
 def test_products_may_be_summed_in_half(monkeypatch):
-    """Where the user lets CUDA do so, its products return no other precision."""
+    """If the user lets CUDA sum products in fp16, they are not asked for another precision."""
     monkeypatch.setattr(precision, '_sums_in_full', lambda device, dtype: True)
     a, b = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) for n in (3, 4))
     flags = torch.backends.cuda.matmul
@@ -146,7 +146,7 @@ def test_products_may_be_summed_in_half(monkeypatch):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_relative_positions_are_resized_before_they_are_rounded(dtype):
-    """As in plain code under CUDA's autocast; rounded numbers between rounded ones would be rounded twice."""
+    """Embeddings are resized in full precision, as in plain code under CUDA's autocast, and rounded once."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 30, 8, generator=generator).to(dtype)
     t = {name: torch.randn(7, 8, generator=generator) for name in ('rows', 'columns')}

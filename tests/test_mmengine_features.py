@@ -114,7 +114,7 @@ class OnImages(nn.Module):
 
 
 def test_efficient_conv_bn_eval_before(caplog):
-    """Its graph replaces the backbone, so nothing in it is lean, and the log says so."""
+    """A backbone that efficient_conv_bn_eval has replaced by a graph is left unchanged, and the report says so."""
     lean = resnet()
     bn_eval(lean)
     plain = copy.deepcopy(lean)
@@ -126,7 +126,7 @@ def test_efficient_conv_bn_eval_before(caplog):
 @pytest.mark.parametrize('training', [False, True])
 @pytest.mark.parametrize('verify', [False, True])
 def test_efficient_conv_bn_eval_after(training, verify):
-    """It is switched off with one line in the log, and the training is verified as usual."""
+    """efficient_conv_bn_eval of a changed backbone raises an error of one line."""
     lean = randomize_norms(ResNet(18, base_channels=8, norm_eval=True))
     plain = copy.deepcopy(lean)
     apply_lean(lean, verify=verify)

@@ -8,7 +8,7 @@ from oracles import assert_near
 
 from sbp_mmdet.ops.common.operation_sequence import run_sequence
 from sbp_mmdet.ops.common.recorded_steps import recorded_steps
-from sbp_mmdet.ops.common.stochastic_depth import on_images
+from sbp_mmdet.ops.common.stochastic_depth import run_on_images
 
 IMAGES = 4
 # Images that run the first and the second MLP.
@@ -54,7 +54,7 @@ def _sequence(kept, outside=run_sequence):
                 def mlp(x, own=own):
                     return ops.channel_mlp(ops.MLPSettings(), ops.MLPTensors(x, x, **own, factor=FACTOR))
 
-                x = on_images(mlp, x, torch.tensor(images, dtype=torch.bool), own.values())
+                x = run_on_images(mlp, x, torch.tensor(images, dtype=torch.bool), own.values())
             return x
 
         return outside(mlps, x)
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_definition(kept):
 @pytest.mark.parametrize('outside', [run_sequence, lambda run, x: run(x)], ids=['one node', 'one by one'])
 @pytest.mark.parametrize('kept', KEPT)
 def test_what_runs_behind_may_write_to_the_output(kept, outside):
-    """As to the output of plain blocks, also where no image runs them; the input keeps its values."""
+    """Code behind may write to the output, also if no image runs the operations; the input keeps its values."""
 
     def write(run):
         def write_to_output(x, **tensors):

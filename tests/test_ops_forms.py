@@ -268,7 +268,7 @@ def test_stored_bytes(name, rows, given, extra, storage, dtype):
 
 
 def test_stored_bytes_where_less_is_needed():
-    """An MLP or a norm whose convolution is recomputed stores only indices.
+    """An MLP or a norm whose convolution is recomputed stores no map, only the indices of kept positions.
 
     A norm under autocast stores x-hat in reduced precision, and with frozen parameters x-hat or its deviation.
     """

@@ -48,7 +48,10 @@ def peaks(layout, dtype):
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last], ids=['nchw', 'nhwc'])
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_exact_block(dtype, layout):
-    """It was 576 MB once, of which the output in fp32 and the gradients of shortcut and input are 172."""
+    """The peak of a ConvNeXt block's backward pass is less than 60 % of the 576 MB of an earlier version.
+
+    The output in fp32 and the gradients of shortcut and input are 172 MB of it.
+    """
     with simulate_gpu():
         *found, out = peaks(layout, dtype)
     assert out.dtype == torch.float32
@@ -60,7 +63,7 @@ def test_exact_block(dtype, layout):
 
 @pytest.mark.parametrize(('ratio', 'in_chunks', 'most'), [(1, False, 10.1), (1, True, 8.2), (4, True, 15.3)])
 def test_the_hidden_layer_of_grn_is_freed(ratio, in_chunks, most):
-    """Of a chunk's hidden layer, its gradients and their products, each is freed when it was used.
+    """A chunk's hidden layer, its gradients and their products are freed as soon as they were used.
 
     The bound is the peak in maps of half precision; anything that is kept longer exceeds it by a part of a map or more.
     """

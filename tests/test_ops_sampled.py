@@ -226,7 +226,10 @@ def test_exact_on_average(name, options):
 
 @pytest.mark.parametrize('dtype', [FP16, torch.bfloat16], ids=str)
 def test_half_precision_on_average(dtype):
-    """In fp16 with layer scale, gradients of outputs are scaled, and the part of the mean is not."""
+    """In half precision, the mean of the estimates over all draws is the exact gradient.
+
+    In fp16, an MLP with layer scale scales the incoming gradient into range, but not the exact term of the mean.
+    """
     tensors, given = CASES['mlp'].inputs()
     tensors = cast_tensors(tensors, torch.float32)
     exact = differentiate(run_under_autocast(CASES['mlp'].run(Form(), **given), dtype), tensors)

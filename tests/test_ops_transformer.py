@@ -124,7 +124,7 @@ def test_masks_are_replayed_whatever_the_strides_of_the_gradient_are(chunk):
 
 
 def test_no_images():
-    """The gradients of parameters are zero."""
+    """With a batch of no images, the gradients of parameters are zero."""
     module, x, reference = layer(0.2), normal(0, TOKENS, 16), normal(0, TOKENS, 4, 2)
     leaves = dict(module.named_parameters(), x=x, reference=reference)
     given = DeformableTensors(x, None, x, reference, None, **levels(), **attention_weights(module.self_attn))

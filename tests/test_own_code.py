@@ -221,7 +221,7 @@ def test_keywords_that_a_layer_hands_on():
 
 @pytest.mark.parametrize('more', [{}, dict(add_zero_attn=True), dict(add_bias_kv=True)], ids=str)
 def test_images_without_keys(more):
-    """They give NaN, as in the module's own code, unless the attention adds keys of its own."""
+    """Images whose keys are all masked give NaN, as in the module's own code, unless the attention adds keys."""
     plain = nn.ModuleList([MultiheadAttention(8, 2, batch_first=True, **more)]).double().train()
     lean, x = copy.deepcopy(plain), torch.randn(2, 5, 8).double()
     apply_lean(lean)
@@ -312,7 +312,7 @@ def test_a_fraction_as_keep_ratio():
 
 @pytest.mark.parametrize('factor', [1.0, 20.0])
 def test_a_channel_without_gradient_in_fp16(factor):
-    """Its largest gradient is zero, and nothing is divided by it, whatever the factor of stochastic depth is."""
+    """A channel whose largest gradient is zero is not divided by it, whatever the factor of stochastic depth is."""
     c, d = 8, 16
     shapes = dict(norm_weight=(c,), norm_bias=(c,), weight1=(d, c), bias1=(d,), weight2=(c, d), bias2=(c,), gamma=(c,))
     weights = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}

@@ -95,7 +95,7 @@ def test_configs_of_the_wheel_can_be_inherited(elsewhere, monkeypatch):
 
 @pytest.mark.slow
 def test_a_stock_config_trains_with_one_added_line(elsewhere):
-    """It trains with the script that ``mim train mmdet CONFIG`` runs; detector and data are those of the tests."""
+    """A stock config trains with mmdet's own script, as ``mim train mmdet CONFIG`` runs it, on the tests' data."""
     folder, python = elsewhere
     lines = "_base_ = 'tiny.py'\nmodel = dict(backbone=dict(sbp_cfg=None))\ntrain_cfg = dict(max_epochs=1)\n"
     lines += "visualizer = dict(vis_backends=[dict(type='LocalVisBackend')])\n"

@@ -10,7 +10,7 @@ from pass_models import build_convs, compute_gradients, random_images
 from torch import nn
 
 from sbp_mmdet import SBPConvNeXt, remove_lean
-from sbp_mmdet.ops.common.stochastic_depth import on_images
+from sbp_mmdet.ops.common.stochastic_depth import run_on_images
 
 
 def backbone(rate=0.0, **options):
@@ -156,7 +156,7 @@ def test_images_that_pass_by_whatever_the_strides_of_the_gradient():
     block = nn.Conv2d(4, 4, 1).double()
     x, kept = random_images(3, 4, 5, 5).requires_grad_(), torch.tensor([True, False, True])
     for grad in (random_images(3, 4, 5, 5, seed=1), random_images(5, 5, 4, 3, seed=1).permute(3, 2, 0, 1)):
-        out = on_images(block, x, kept, block.parameters())
+        out = run_on_images(block, x, kept, block.parameters())
         expected = torch.where(kept.view(-1, 1, 1, 1), block(x), x)
         names = (x, *block.parameters())
         for a, b in zip(*(torch.autograd.grad(o, names, grad) for o in (out, expected)), strict=True):

@@ -71,7 +71,7 @@ def test_no_more_than_anybody_asks_for():
 
 
 def test_a_model_that_cannot_run_one_image():
-    """As with a batch norm behind a global pooling."""
+    """The search goes on with more images if one raises an error, as a batch norm after a global pooling does."""
 
     def need(images):
         if images == 1:

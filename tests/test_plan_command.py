@@ -151,7 +151,7 @@ def planning(monkeypatch):
 
 
 def test_cudnn_benchmark_is_not_counted_and_turned_off(planning, capsys):
-    """With it, mmdet's SSD needs five times its tensors; an answer that it fits would be wrong."""
+    """The page says that cudnn_benchmark is not counted and switches it off: SSD needs five times as much with it."""
     planning.peaks.update(none=1)
     for option, said in (('True', True), ('False', False)):
         command.main(['plan', FRCNN, '--budget', '8GiB', '--cfg-options', f'env_cfg.cudnn_benchmark={option}'])

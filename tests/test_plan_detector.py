@@ -194,7 +194,7 @@ def test_parts_add_up(unchanged):
 
 
 def test_the_preprocessor_pads_batches_itself(proposals):
-    """It pads to its divisor, although no transform of the pipeline does."""
+    """The preprocessor's padding to its divisor is counted, although no transform of the pipeline pads."""
     config = with_variant(proposals, 'none')
     small, large = (measure_detector(config, **SMALL | size)['saved'] for size in ({}, dict(height=128, width=128)))
     config = copy.deepcopy(config)

@@ -66,7 +66,7 @@ def test_a_teacher_outside_of_the_tree_counts(retina, alone):
 
 
 def test_weights_of_a_teacher_are_not_loaded(retina, tmp_path):
-    """As in mmdet's LAD, whose config names a file that would be downloaded."""
+    """A teacher is built without its weights, which mmdet's LAD would download."""
     config = Config(retina.to_dict())
     config.dump(tmp_path / 'teacher.py')
     config.model.update(type='KnowledgeDistillationSingleStageDetector', teacher_config=str(tmp_path / 'teacher.py'))

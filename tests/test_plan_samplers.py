@@ -112,7 +112,7 @@ def test_images_of_a_small_set_come_twice(tmp_path):
 
 
 def test_a_slice_of_a_data_set(tmp_path):
-    """As mmengine's runner makes them for ``num_batch_per_epoch``."""
+    """Images are those of the slice of a data set that mmengine's runner makes for ``num_batch_per_epoch``."""
     config = config_of(coco(tmp_path, SHAPES), [], sampler=None)
     config.train_dataloader.sampler = FIXED
     config.train_dataloader.num_batch_per_epoch = 1

@@ -103,7 +103,7 @@ def test_what_is_left_out_changes_nothing(name, variant, monkeypatch):
 
 
 def test_where_nothing_fits_every_variant_is_counted():
-    """Among others, 'sbp' with everything checkpointed, which is refused where it drops positions of an encoder."""
+    """All presets are counted, also 'sbp' with everything checkpointed, which is refused in an encoder."""
     config = small('dino')
     config.model.encoder.num_layers = config.model.decoder.num_layers = 1
     rows = count_variants(config, 1, CASE)

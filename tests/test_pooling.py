@@ -202,7 +202,7 @@ class Indices(TorchDispatchMode):
 
 @pytest.mark.parametrize('name', POOLS)
 def test_gradients_are_written_into_the_map(name):
-    """Also those of windows at the border that a ReLU stops, which are zero: torch's kernels do not check indices."""
+    """All indices lie inside of the map, also those of windows at the border: torch's kernels do not check them."""
     options = dict(padding=0, stride=1, dilation=1, ceil_mode=False) | POOLS[name]
     pairs = {key: _pair(value) for key, value in options.items() if key not in ('kernel_size', 'ceil_mode')}
     settings = PoolSettings(kernel=_pair(options['kernel_size']), **pairs, ceil_mode=options['ceil_mode'], relu=True)

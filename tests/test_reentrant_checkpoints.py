@@ -86,7 +86,7 @@ ENCODERS = {
 @pytest.mark.parametrize('reentrant', [True, False])
 @pytest.mark.parametrize('name', ENCODERS)
 def test_an_encoder_that_drops_tokens_is_refused(name, reentrant):
-    """As in backbones: the recomputation would keep other tokens, and drop other numbers, than the first run."""
+    """A checkpoint around an encoder that drops tokens is an error: its recomputation would keep other tokens."""
     model, inputs = nn.ModuleList([randomize(ENCODERS[name]())]), LAYERS[name][1]()
     apply_lean(model, 'sbp', verify=False)
     query = inputs.pop('query')

@@ -146,7 +146,7 @@ def test_margins_and_gaps_are_those_of_the_planner():
 
 
 def test_averaged_copies_are_part_of_a_rehearsal(project, monkeypatch):
-    """EMA's copy of the model is 90 % of the memory of a tiny detector."""
+    """A rehearsal with EMA needs more memory, by the averaged copy of the model."""
     folder, path = project
     monkeypatch.chdir(folder)
     monkeypatch.setattr('sbp_mmdet.plan.planner.count_needed_bytes', lambda row, **options: row['peak'])

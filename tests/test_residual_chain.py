@@ -193,7 +193,7 @@ def test_signs_of_odd_maps_and_of_values_that_are_not_finite():
 
 @pytest.mark.parametrize(('limit', 'number'), [(0, 6), (290, 4), (500, 3), (2**22, 2)])
 def test_signs_that_are_packed_together(limit, number, monkeypatch):
-    """They are those of each map, in whichever order the maps are read, and if one is read again."""
+    """Each map gets its own signs back, in whichever order the maps are read, and if one is read again."""
     monkeypatch.setattr(sign_bits, '_GROUP', limit)
     shapes = (1, 3, 5, 7), (2, 8, 3, 3), (1, 1, 1, 1), (1, 2, 3, 3), (1, 16, 4, 4), (1, 4, 6, 6)
     layouts = itertools.cycle((torch.contiguous_format, torch.channels_last))

@@ -179,8 +179,10 @@ def test_a_convolution_that_answers_differently_the_second_time(preset, monkeypa
 
 
 def test_stored_bytes(preset):
-    """Of the maps of 4, 4 and 6 channels (laterals, pyramid, hidden), no lateral is stored, and of hidden maps the
-    signs."""
+    """The maps of the pyramid and the signs of the hidden maps are stored, and no lateral.
+
+    Laterals and the pyramid's maps have 4 channels, hidden maps 6.
+    """
     plain, inputs = build_heads(), random_maps(32, 64)
     everything = count_model_bytes(plain, inputs)
     most = dict(exact=0.74, exact_min=0.4)[preset]

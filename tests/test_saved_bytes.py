@@ -41,7 +41,7 @@ def verify(model, x):
 
 
 def test_what_the_user_checkpoints_counts_as_before():
-    """What exact_min recomputes inside of it is not counted twice."""
+    """A stage that the user checkpoints counts as saving nothing, with ``exact_min`` inside of it and without."""
     model, x = Holding(BACKBONES['Swin']), torch.randn(2, 3, 64, 64)
     checkpoint_modules(model, ['backbone.stages.0'])
     apply_lean(model, 'exact_min', modules=['backbone.stages.0'], verify=False)
@@ -101,7 +101,7 @@ class WithNeck(Holding):
 
 @pytest.mark.parametrize('kind', [WithBoxHead, WithNeck])
 def test_all_counts_are_of_the_same_modules(kind):
-    """What passes with each preset save beyond the count is the same: that of modules outside."""
+    """Counts of all presets leave out the same bytes: those that modules outside of the count save."""
     model, x = kind(), torch.randn(2, 3, 96, 96)
     oracle = {}
     for key, preset in dict(before='none', with_cp='with_cp', now='exact_min').items():

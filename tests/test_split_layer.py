@@ -38,7 +38,7 @@ def _build(norm_eval=True):
 @pytest.mark.parametrize('name', NORMS)
 @pytest.mark.parametrize(('preset', 'most'), [('exact', 1e-10), ('exact_min', 1e-10), ('int8', 0.05)])
 def test_groups_with_norms_of_different_kinds(name, preset, most):
-    """Of some groups the norm's input is saved, of others its output."""
+    """A split layer saves the norm's input of some groups and the norm's output of others, by the kind of the norm."""
     plain = _build(norm_eval=False)
     for block in plain:
         for i, norm in enumerate(block.bns):

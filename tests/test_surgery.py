@@ -27,7 +27,7 @@ from sbp_mmdet.surgery import (
     model_hook_class,
     model_hooks,
     named_submodules,
-    unwrapped,
+    unwrap,
 )
 
 SISTERS_HOOKS = Registry('hook', scope='sister_of_mmdet', parent=registry.HOOKS)
@@ -78,7 +78,7 @@ def test_the_runner_hands_over_the_model_and_logs_what_was_done(caplog):
     with caplog.at_level(logging.INFO, 'test_surgery'):
         ProjectsLeanNeckHook().before_run(types.SimpleNamespace(model=model, logger=logger))
     assert caplog.messages == ["ProjectsLeanNeckHook: ['neck'] lean"]
-    assert isinstance(model.neck, Mixin) and unwrapped(model) is model
+    assert isinstance(model.neck, Mixin) and unwrap(model) is model
 
 
 def test_the_detector_inside_of_test_time_augmentation():
@@ -95,7 +95,7 @@ def test_the_detector_inside_of_test_time_augmentation():
     detector = Detector()
     whole = DetTTAModel(module=detector)
     CheckpointModulesHook('neck').before_run(types.SimpleNamespace(model=whole, logger=logging.getLogger()))
-    assert isinstance(detector.neck, Mixin) and unwrapped(whole) is detector
+    assert isinstance(detector.neck, Mixin) and unwrap(whole) is detector
     assert detectors(whole) == {'': detector} and detectors(detector.backbone) == {}
     pair = nn.ModuleDict(dict(student=detector, teacher=copy.deepcopy(detector)))
     assert detectors(pair) == dict(student=pair['student'], teacher=pair['teacher'])

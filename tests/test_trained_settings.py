@@ -12,7 +12,7 @@ from sbp_mmdet import apply_lean
 
 @pytest.mark.parametrize('before', [True, False])
 def test_a_trained_scale_of_an_attention_between_image_and_text(before):
-    """Its value is that of the number, so that a comparison of values does not tell the two apart."""
+    """A trained scale is told from a number of the same value, and the attention runs its own code."""
     plain, found = nn.ModuleList([fusion(), nn.Conv2d(2, 2, 1)]).double().train(), []
     lean, tokens = copy.deepcopy(plain), (normal(2, 6, 8), normal(2, 3, 8))
     for model in (plain, lean):

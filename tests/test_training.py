@@ -355,7 +355,7 @@ def test_whole_backbone_against_finite_differences(family):
 
 @pytest.mark.parametrize('preset', ['exact', 'int8'])
 def test_stochastic_depth_is_drawn_as_plain_blocks_draw_it(preset, monkeypatch):
-    """This includes autocast, where the first block of a stage gets half precision and its factor is not rounded."""
+    """The images and factors are those of plain blocks, also under autocast, where factors are not rounded."""
     x, dropped, factors, mlp = random_images(64, 32, 32, dtype=torch.float32), [], [], channel_mlp
     monkeypatch.setattr('sbp_mmdet.adapters.bindings.channel_mlp', lambda s, t: factors.append(t.factor) or mlp(s, t))
     for cfg in (None, draw_as_plain(preset)):

@@ -48,7 +48,7 @@ class Fails:
 
 @pytest.mark.parametrize(('log', 'said'), [(LOG, 'failed: KeyError: 3; see '), ('out of luck', 'failed; see ')])
 def test_the_first_error_of_a_log_is_told(log, said, tmp_path):
-    """That of the last try, and not that of the launcher below it."""
+    """The message has the error of the last try, and not that of the launcher, which follows it in the log."""
     (tmp_path / 'log.txt').write_text('ValueError: of an earlier try\n')
     with pytest.raises(RuntimeError, match=said):
         run(Training('plain', 1, Config(), tmp_path), Fails(log))

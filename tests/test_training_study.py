@@ -210,7 +210,7 @@ def test_one_process_trains_in_a_folder(study, tmp_path):
 
 
 def test_a_failure_is_told_at_once(study, tmp_path):
-    """It is reported before the other training runs end."""
+    """A failed training run is reported before the others end."""
     done = study(*ONE, '16', '13', '--jobs', '2')
     assert done.returncode == 1 and 'plain, seed 13: a training failed' in done.stderr
     assert not (tmp_path / 'work/plain-16/count').exists()

@@ -303,7 +303,7 @@ def test_forward_mode_differentiation(family):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('family', ['Swin', 'ConvNeXt', 'ResNet', 'pyramid'])
 def test_traced_in_training(family, preset):
-    """``torch.jit.trace`` would record the output of an operation with a backward pass of its own as a constant."""
+    """A traced model runs its own code, because tracing would record the outputs of operations as constants."""
     lean = FAMILIES[family]()
     plain, found, images = copy.deepcopy(lean), [], random_images()
     apply_lean(lean, preset)
@@ -349,7 +349,7 @@ def test_a_second_derivative_is_an_error(family):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min', 'int8'])
 @pytest.mark.parametrize('used', [[0], [1], [0, 1]], ids=['scores', 'boxes', 'both'])
 def test_an_output_of_a_head_that_no_loss_uses(used, preset):
-    """With a gradient of zero in the place of none, an optimizer would decay the weights of the other output."""
+    """Weights behind an unused output get no gradient; with one of zero, an optimizer would decay them."""
     torch.manual_seed(0)
     plain = nn.ModuleList([RPNHead(in_channels=4, feat_channels=6)]).double().train()
     lean, found = copy.deepcopy(plain), []

@@ -135,7 +135,7 @@ def plain_gradients(family):
 @pytest.mark.parametrize('preset', ['exact', 'exact_min'])
 @pytest.mark.parametrize('family', FAMILIES)  # the outer loop
 def test_gradients(family, preset):
-    """They are those of the weights of the forward pass, which an update behind does not change."""
+    """Gradients are those of the weights of the forward pass, although the layers behind are updated before."""
     plain, expected = plain_gradients(family)
     lean = copy.deepcopy(plain)
     assert apply_lean(lean, preset, verify=False).changed

@@ -145,7 +145,7 @@ def test_raise_stops(monkeypatch):
 def test_a_dropout_mask_that_is_not_the_forward_passes(monkeypatch, caplog):
     """Chunks draw other numbers than the plain module, so the backward pass is compared with the derivative of the
     forward."""
-    monkeypatch.setattr(deformable_encoder_layer, 'replayed', lambda device, state: contextlib.nullcontext())
+    monkeypatch.setattr(deformable_encoder_layer, 'replay_dropout', lambda device, state: contextlib.nullcontext())
     assert_fallback('encoder with dropout', caplog)
 
 
@@ -244,7 +244,7 @@ def test_gradients_that_are_rounding_errors_in_double_precision(seed):
 
 
 class BackboneAndNeck(torch.nn.Module):
-    """Of 61 modules that are changed or frozen, one is the neck, which is recomputed as a whole."""
+    """A model of 61 changed or frozen modules. One of them is the neck, which ``exact_min`` recomputes as a whole."""
 
     def __init__(self):
         super().__init__()

@@ -18,7 +18,7 @@ from sbp_mmdet.ops.common import stochastic_depth
 
 VERIFIES = True
 FAMILIES = ['stock Swin', 'stock ConvNeXt', 'SBPViT']
-on_images = stochastic_depth.on_images
+run_on_images = stochastic_depth.run_on_images
 X = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
@@ -53,7 +53,7 @@ def test_dropped_images_agree(family, preset, log):
 
 
 def reversed_images(block, x, images, parameters):
-    return on_images(block, x, images.logical_not(), parameters)
+    return run_on_images(block, x, images.logical_not(), parameters)
 
 
 def all_images(block, x, images, parameters):
@@ -63,7 +63,7 @@ def all_images(block, x, images, parameters):
 @pytest.mark.parametrize('wrong', [reversed_images, all_images])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_fault_of_dropped_images_is_found(family, wrong, log, monkeypatch):
-    monkeypatch.setattr('sbp_mmdet.adapters.base.on_images', wrong)
+    monkeypatch.setattr('sbp_mmdet.adapters.base.run_on_images', wrong)
     model, report = build_thinned(family, 'exact')
     model(X)
     failed = [name for name, reason in report.left.items() if 'verification' in reason]
@@ -72,7 +72,7 @@ def test_a_fault_of_dropped_images_is_found(family, wrong, log, monkeypatch):
 
 
 def test_what_all_images_do_has_no_dropped_ones(log, monkeypatch):
-    monkeypatch.setattr('sbp_mmdet.adapters.base.on_images', reversed_images)
+    monkeypatch.setattr('sbp_mmdet.adapters.base.run_on_images', reversed_images)
     model, report = build_thinned('stock Swin', 'exact', skip_dropped_images=False)
     model(X)
     assert not get_warnings(log) and not any('verification' in reason for reason in report.left.values())

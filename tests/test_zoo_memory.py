@@ -75,7 +75,7 @@ def test_what_is_counted_too_low_has_a_reason():
 
 
 def test_torch_of_then_stored_more():
-    """It stored the input of softmax next to its result, and the normalized map next to the input of group norm."""
+    """The torch of mmdet's measurements stored also the input of softmax, and the normalized map of group norm."""
     for function, more in (
         (lambda x: F.softmax(x, -1), 1),
         (lambda x: x.softmax(-1), 1),

@@ -26,6 +26,13 @@ def check_annotations(
 ) -> list[str]:
     """Check that a file is COCO format and has annotations for some of the classes.
 
+    Args:
+        path (Path): The annotation file.
+        key (str): Key of the config that names it, for messages.
+        classes (tuple[str, ...] | None): Classes in ``metainfo`` of the dataset. If ``None``, they are not compared.
+            Default: None.
+        needed (tuple[str, ...]): Keys that the file must have. Default: :data:`KEYS`.
+
     Returns:
         list[str]: Names of its categories; empty where a large file does not show them.
 

@@ -123,6 +123,13 @@ def _initial_weights(key, node):
 def check_checkpoint(path: str, key: str, config: Config, whole_run: bool = False, all_weights: bool = False) -> None:
     """Check that a checkpoint can be read and belongs to the detector of the config.
 
+    Args:
+        path (str): Path or URL of the checkpoint. A URL is not checked.
+        key (str): Key or option that names it, for messages.
+        config (Config): Config of the detector.
+        whole_run (bool): Whether a training run is resumed from it, which needs more than weights. Default: False.
+        all_weights (bool): Whether each weight of the detector has to be in it. Default: False.
+
     Raises:
         PreflightError: For the first thing that is wrong.
     """

@@ -82,12 +82,11 @@ def _ratios(file: str, model: str | None = None) -> dict[str, float]:
     return {row.get('preset'): row['ratio'] for row in rows if row.get('ratio')}
 
 
-def compare_estimates(part: Part, trial: Trial, rows: dict[str, dict]) -> Iterator[Estimate]:
+def compare_estimates(trial: Trial, rows: dict[str, dict]) -> Iterator[Estimate]:
     """Yield all figures of a trial that were estimated and measured.
 
     Args:
-        part (Part): Part of the report.
-        trial (Trial): One of its trials.
+        trial (Trial): A trial of the report.
         rows (dict[str, dict]): Its rows by preset, with what :func:`add_counted` adds.
     """
     times = _ratios(f'time_{trial.times}') if trial.times else {}

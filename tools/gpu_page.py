@@ -75,7 +75,7 @@ def _trials(part, out, found):
         if not rows:
             continue
         add_counted(part, trial, rows)
-        found += compare_estimates(part, trial, rows)
+        found += compare_estimates(trial, rows)
         lines += [f'**{trial.name}**', '', benchmark_table([*rows.values()], markdown=True), '']
         for row in rows.values() if part.name == 'blocks' else ():
             lines += _profile(row)

@@ -74,7 +74,15 @@ def _make_split(split, count, out, size, seed):
 
 
 def make_dataset(out: str | Path, train: int = 600, val: int = 100, size: int = 192, seed: int = 0) -> None:
-    """Write the dataset to ``out``. Other files in that folder are left unchanged."""
+    """Write images of coloured shapes, with annotations in COCO format.
+
+    Args:
+        out (str | Path): Folder to write to. Other files in it are left unchanged.
+        train (int): Number of training images. Default: 600.
+        val (int): Number of validation images. Default: 100.
+        size (int): Height and width of the images, in pixels. Default: 192.
+        seed (int): Seed of the shapes. Default: 0.
+    """
     out = Path(out)
     (out / 'annotations').mkdir(parents=True, exist_ok=True)
     for split, count in zip(SPLITS, (train, val), strict=True):

@@ -38,6 +38,11 @@ __all__ = [
 def load_config(path: str, options: dict | None = None) -> Config:
     """Read a config as mmdet's scripts do.
 
+    Args:
+        path (str): Path of the config file.
+        options (dict | None): Overrides by key, as ``--cfg-options`` gives them. If ``None``, there are none. Default:
+            None.
+
     Returns:
         Config: The config, overrides merged.
 
@@ -145,7 +150,11 @@ def _is_written_by_hand(file):
 
 
 def check_config(config: Config, splits: tuple[str, ...]) -> None:
-    """Run every check.
+    """Check a config before a run, for mistakes that mmengine would find late or not at all.
+
+    Args:
+        config (Config): The config.
+        splits (tuple[str, ...]): Datasets that the run reads: 'train', 'val', 'test'.
 
     Raises:
         PreflightError: For the first bad input.
@@ -214,7 +223,7 @@ def _check_training_set(path, key, dataset, classes, names):
 
 
 def _is_of_mmdet(kind):
-    """Return whether a class is of mmdet or mmcv; so is ``None``, a name that is not registered yet."""
+    """Return whether a class is of mmdet or mmcv. ``None``, for a name that is not registered yet, counts as theirs."""
     return kind is None or kind.__module__.partition('.')[0] in ('mmcv', 'mmdet')
 
 

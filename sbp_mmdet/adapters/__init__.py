@@ -32,9 +32,8 @@ from .bindings import (
     SelfAttentionBinding,
     mlp_of_ffn,
 )
-from .bound import Bound, bind
+from .bound import Bound, LeanState, bind
 from .changes import bypassed_by, modules_bypassed_in, release, take_over
-from .place import Place
 from .roles import add_to_role
 from .swin import WindowAttentionBinding
 
@@ -48,7 +47,7 @@ __all__ = [
     'LeanModule',
     'NormLinearBinding',
     'PatchNormBinding',
-    'Place',
+    'LeanState',
     'SelfAttentionBinding',
     'WindowAttentionBinding',
     'adapter',

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ops.common.autograd_function import Form
 from ..ops.common.modes import evaluates_lean, runs_within_others
-from ..ops.common.stochastic_depth import draw_factor, on_images
+from ..ops.common.stochastic_depth import draw_factor, run_on_images
 from ..ops.common.uncompiled import uncompiled
 from ..presets import Settings
 from ..stochastic_backprop.layers import thinned_blocks
@@ -96,7 +96,7 @@ def adapter_of_class(kind: type) -> type['LeanModule'] | None:
 
 
 class LeanModule(Mixin):
-    """Base class of adapters. A changed module has its :class:`.Place` in ``_lean``.
+    """Base class of adapters. A changed module has its :class:`.LeanState` in ``_lean``.
 
     Attributes:
         stock (tuple): Classes that the adapter knows, set by :func:`adapter`.
@@ -177,7 +177,7 @@ class LeanModule(Mixin):
         if not torch.is_grad_enabled() and not (self.reorders_dropout and self.training and has_active_dropout(self)):
             return False
         bound = self._lean.bound
-        if bound.reference or runs_within_others():
+        if bound.lacks_reference or runs_within_others():
             return False
         if not self.training:
             if not self.folds_frozen_norms or has_trained_parameters(self):
@@ -188,14 +188,14 @@ class LeanModule(Mixin):
 
     def rebind(self, warns: bool = True) -> Bound:
         """Bind the operations in the present state of the module. Warn of reasons against them that are new."""
-        before, place = self._lean.bound, self._lean
-        bound = bind(type(self), self, place.settings, running=True)
-        self._lean = place._replace(bound=bound)
+        before, state = self._lean.bound, self._lean
+        bound = bind(type(self), self, state.settings, running=True)
+        self._lean = state._replace(bound=bound)
         reasons = [reason for reason in (bound.reason, *(reason for _, reason in bound.left)) if reason]
         known = {before.reason, *(reason for _, reason in before.left)}
         new_reasons = [reason for reason in dict.fromkeys(reasons) if reason not in known]
         if new_reasons and warns:
-            name = place.name or type(self).__name__
+            name = state.name or type(self).__name__
             text = f'{name} runs its own code in part or whole now: {"; ".join(new_reasons)}'
             print_log(text, logger='current', level=logging.WARNING)
         return bound
@@ -292,10 +292,11 @@ class LeanModule(Mixin):
 
     def sampled_form(self) -> Form:
         """Return the form of the operations; with the preset ``sampled``, a new sample of the rows is drawn."""
-        place = self._lean
-        if place.row_draws is None:
-            return self.form
-        return dataclasses.replace(self.form, sample=place.row_draws.draw(place.name, float(place.settings.keep_ratio)))
+        state = self._lean
+        form = state.settings.preset.form
+        if state.row_draws is None:
+            return form
+        return dataclasses.replace(form, sample=state.row_draws.draw(state.name, float(state.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
         """Return the rates of stochastic depth by the names of the parts that have it."""
@@ -321,10 +322,10 @@ class LeanModule(Mixin):
         Returns:
             Tensor: Output of the part.
         """
-        place = self._lean
-        part, layer, draws = place.bound.parts[name], place.layer, place.draws
-        if draws is not None and part.thinned and place.settings.preset.thins:
-            attention = place.settings.attention
+        state = self._lean
+        part, layer, draws = state.bound.parts[name], state.layer, state.draws
+        if draws is not None and part.thinned and state.settings.preset.thins:
+            attention = state.settings.attention
             heads = part.by_heads and attention == 'head'
             length = part.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)
@@ -341,7 +342,7 @@ class LeanModule(Mixin):
         def on_some(x):
             return part(form, x, factor=1 / (1 - rate), **options)
 
-        return on_images(on_some, x, images, part.parameters())
+        return run_on_images(on_some, x, images, part.parameters())
 
 
 class LeanBlock(LeanModule):

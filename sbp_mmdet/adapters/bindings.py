@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Problems = list[tuple[nn.Module, str]]
-Reads = list[tuple[nn.Module, str]]  # modules whose forward is bypassed, with their roles
+Bypassed = list[tuple[nn.Module, str]]  # modules whose forward is bypassed, with their roles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Binding:
         """Run the operation."""
         raise NotImplementedError
 
-    def reads(self, form: Form) -> Iterable[tuple[nn.Module, str]]:
+    def bypasses(self, form: Form) -> Iterable[tuple[nn.Module, str]]:
         """Return or yield every module whose forward is bypassed, with its role, see :mod:`.predicate`.
 
         Args:
@@ -71,30 +71,30 @@ class Binding:
         """
         raise NotImplementedError
 
-    def usable(self, form: Form, root: nn.Module, reads: Reads) -> tuple['Binding | None', Problems]:
+    def usable(self, form: Form, root: nn.Module, bypassed: Bypassed) -> tuple['Binding | None', Problems]:
         """Return the binding of the modules that may be bypassed, and the modules that run their own code.
 
         Args:
             form (Form): Form of the operations.
             root (nn.Module): The changed module. It is called itself, so hooks on it run in any case.
-            reads (list): Result of :meth:`reads`.
+            bypassed (list): Result of :meth:`bypasses`.
 
         Returns:
             tuple[Binding | None, list]: The binding, or ``None`` if the operation cannot be used at all; and the
             modules that run their own code, with the reasons.
         """
-        problems = self.problems(root, reads)
+        problems = self.problems(root, bypassed)
         return (None if problems else self), problems
 
-    def problems(self, root: nn.Module, reads: Reads) -> Problems:
+    def problems(self, root: nn.Module, bypassed: Bypassed) -> Problems:
         """Return the modules whose forward may not be bypassed, with the reasons.
 
         Args:
             root (nn.Module): The changed module.
-            reads (list): Result of :meth:`reads`.
+            bypassed (list): Result of :meth:`bypasses`.
         """
         by_id = {}
-        for module, role in reads:
+        for module, role in bypassed:
             by_id[id(module)] = module, role  # a module that is read twice has one problem
         problems = find_problems(by_id.values(), called=root)
         if problems or not self.one_precision:
@@ -121,7 +121,7 @@ class Binding:
         """Yield the parameters that the operation reads."""
         if self.scale is not None:
             yield self.scale
-        for module, _ in self.reads(Form()):
+        for module, _ in self.bypasses(Form()):
             if module is not self.scaled_by:
                 yield from tensors_in(module).values()
 
@@ -195,8 +195,8 @@ class ChannelMLPBinding(Binding):
     def _settings(self):
         return CachedSettings(MLPSettings)
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`."""
         yield self.norm, 'layer norm'
         yield from ((self.up, 'pointwise with bias'), (self.down, 'pointwise with bias'), *self.holders)
         if form.implementation == 'fused':  # the reference form calls the activation
@@ -208,11 +208,11 @@ class ChannelMLPBinding(Binding):
         if self.conv is not None and self.recomputes_conv:
             yield self.conv, 'recomputed convolution'
 
-    def usable(self, form: Form, root: nn.Module, reads: Reads):
+    def usable(self, form: Form, root: nn.Module, bypassed: Bypassed):
         """See :meth:`Binding.usable`. An unsupported convolution runs its own code in front of the operation."""
         if self.grn is not None and form.implementation == 'reference':
             return None, [(self.grn, 'the reference form has no GRN')]
-        problems = self.problems(root, reads)
+        problems = self.problems(root, bypassed)
         if self.conv is not None and [module for module, _ in problems] == [self.conv]:
             return dataclasses.replace(self, recomputes_conv=False), problems
         return (None if problems else self), problems
@@ -253,11 +253,11 @@ class UnsupportedBinding(Binding):
     module: nn.Module
     reason: str
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`."""
         return iter(())
 
-    def usable(self, form: Form, root: nn.Module, reads: Reads):
+    def usable(self, form: Form, root: nn.Module, bypassed: Bypassed):
         """See :meth:`Binding.usable`."""
         return None, [(self.module, self.reason)]
 
@@ -303,8 +303,8 @@ class SelfAttentionBinding(Binding):
     def _settings(self):
         return CachedSettings(AttentionSettings)
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`."""
         yield self.norm, 'layer norm'
         yield from ((self.qkv, 'linear'), (self.proj, 'linear with bias'), *self.holders)
         if self.drop is not None:
@@ -337,8 +337,8 @@ class NormLinearBinding(Binding):
         """See :meth:`Binding.length`."""
         return x.shape[1] if x.dim() == 3 else (x.shape[2] // 2) * (x.shape[3] // 2)
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`."""
         yield from ((self.norm, 'layer norm'), (self.linear, 'linear or 2x2 convolution'))
 
 
@@ -360,8 +360,8 @@ class LayerNormBinding(Binding):
         out = layer_norm(settings, NormTensors(x, self.norm.weight, self.norm.bias))
         return out.squeeze(3).transpose(1, 2) if tokens else out
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`."""
         yield self.norm, 'layer norm'
 
 
@@ -388,6 +388,6 @@ class PatchNormBinding(Binding):
         settings = NormSettings(form, self.norm.eps)
         return layer_norm(settings, NormTensors(out, self.norm.weight, self.norm.bias, again))
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`."""
         yield from ((self.conv, 'recomputed convolution'), (self.norm, 'layer norm'))

@@ -1,25 +1,21 @@
-"""The operations that a changed module uses, and the submodules that run their own code instead, with the reasons."""
+"""State of a changed module: its operations, and the submodules that run their own code instead, with the reasons."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..library_code import replaced_code
 from ..ops.common.autograd_function import Form
 from ..presets import Settings
+from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
 from ..surgery import stock_class
 from .bindings import Binding
 from .bypassed_modules import BypassedModules
-from .predicate import (
-    fairscale_forward,
-    find_problems,
-    is_hooked_globally,
-    is_parametrized,
-    is_replaced,
-)
-from .quantisation import preparation
+from .predicate import fairscale_forward, find_problems, is_hooked_globally, is_replaced
+from .quantisation import problem_of_preparation
+from .row_draws import RowDraws
 
-__all__ = ['Bound', 'bind', 'runs_reference']
+__all__ = ['Bound', 'LeanState', 'bind', 'lacks_reference']
 
 
 class Bound(NamedTuple):
@@ -32,7 +28,7 @@ class Bound(NamedTuple):
         left (list[tuple[nn.Module, str]]): Submodules that run their own code, with the reasons.
         bypassed (BypassedModules): The modules that were checked, with their state at that time.
         used (list[nn.Module]): The modules that the used operations bypass.
-        reference (bool): See :func:`runs_reference`.
+        lacks_reference (bool): See :func:`lacks_reference`.
     """
 
     parts: dict[str, Binding]
@@ -41,7 +37,30 @@ class Bound(NamedTuple):
     left: list[tuple[nn.Module, str]]
     bypassed: BypassedModules
     used: list[nn.Module]
-    reference: bool
+    lacks_reference: bool
+
+
+class LeanState(NamedTuple):
+    """State of a changed module, in its attribute ``_lean``.
+
+    Attributes:
+        settings (Settings): Settings of the model.
+        layer (tuple | None): Layer of the backbone, such as ``(stage, block)`` or ``(stage, 'downsample')``. If
+            ``None``, no positions are dropped by stage. Default: None.
+        draws (StepDraws | TokenDraws | None): Draws of its backbone, or draws of its own. Default: None.
+        name (str): Name of the module in the model. Default: ''.
+        row_draws (RowDraws | None): Draws of the sampled rows. Default: None.
+        bound (Bound | None): Operations that are used now. Default: None.
+        own_forward (Any): The forward that fairscale's checkpointing had set, restored on release. Default: None.
+    """
+
+    settings: Settings
+    layer: tuple | None = None
+    draws: StepDraws | TokenDraws | None = None
+    name: str = ''
+    row_draws: RowDraws | None = None
+    bound: Bound | None = None
+    own_forward: Any = None
 
 
 def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) -> Bound:
@@ -58,26 +77,26 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         Bound: The operations, and the modules that run their own code.
     """
     form = settings.preset.form
-    reference = runs_reference(mixin, form)
-    reason = _reason(mixin, module, settings, running, reference)
-    if reason or reference:
-        return Bound({}, {}, reason, [], BypassedModules(module, ()), [], reference)
+    unbound = lacks_reference(mixin, form)
+    reason = _find_reason(mixin, module, settings, running, unbound)
+    if reason or unbound:
+        return Bound({}, {}, reason, [], BypassedModules(module, ()), [], unbound)
     parts, unused, used = {}, {}, []
     bypasses = [*mixin.bypasses(module)]
     checked, left = [inside for inside, _ in bypasses], find_problems(bypasses, called=module)
     fatal = bool(left)
     for name, part in mixin.parts(module).items():
-        reads = [*part.reads(form)]
-        modules = [inside for inside, _ in reads]
+        bypassed = [*part.bypasses(form)]
+        modules = [inside for inside, _ in bypassed]
         checked += modules
-        usable, problems = part.usable(form, module, reads)
+        usable, problems = part.usable(form, module, bypassed)
         left += problems
         if usable is None:
             unused[name] = part
             continue
         parts[name] = usable
         if not usable.shares_modules:
-            used += modules if usable is part else _read_without(usable, form, problems)
+            used += modules if usable is part else _bypassed_without(usable, form, problems)
     if fatal or (unused and not (mixin.separable and parts)):
         names = {id(inside): name for name, inside in module.named_modules()}
         by_problem = {}
@@ -91,14 +110,14 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     return Bound(parts, unused, None, left, BypassedModules(module, checked), used, False)
 
 
-def _read_without(part, form, problems):
+def _bypassed_without(part, form, problems):
     """Return the modules that an operation bypasses, without those that run their own code before it or after it."""
     unsupported = {id(module) for module, _ in problems}
-    return [module for module, _ in part.reads(form) if id(module) not in unsupported]
+    return [module for module, _ in part.bypasses(form) if id(module) not in unsupported]
 
 
-def runs_reference(mixin, form: Form) -> bool:
-    """Return whether a module runs its own code because its adapter does not have the reference form.
+def lacks_reference(mixin, form: Form) -> bool:
+    """Return whether the reference form is asked for and an adapter does not have it, so modules run their own code.
 
     Args:
         mixin (type[LeanModule]): The adapter.
@@ -107,16 +126,16 @@ def runs_reference(mixin, form: Form) -> bool:
     return form.implementation == 'reference' and not mixin.has_reference
 
 
-def _reason(mixin, module, settings, running, reference):
+def _find_reason(mixin, module, settings, running, class_only):
     """Return why nothing of a module can be bypassed, whatever its submodules are, or ``None``.
 
-    If ``reference``, the module runs its own code because it has no reference form. Then only its class is checked.
+    If ``class_only``, the module runs its own code in any case, and only its class is checked.
     """
-    if is_parametrized(module):
+    if 'parametrizations' in module._modules:
         return 'it is parametrized'
     if not mixin.is_stock(module):
         return f'its class, {stock_class(type(module)).__name__}, has a forward pass of its own'
-    if reference:
+    if class_only:
         return None
     if is_hooked_globally():
         return 'hooks are registered for all modules (register_module_forward_hook), and its submodules would skip them'
@@ -125,4 +144,4 @@ def _reason(mixin, module, settings, running, reference):
         return 'its forward pass was replaced'
     if running and not mixin.separable and not mixin.applies_to(module):
         return 'settings of the module have changed to others than the operation computes'
-    return preparation(module) or replaced_code(stock_class(type(module))) or mixin.refusal(module, settings)
+    return problem_of_preparation(module) or replaced_code(stock_class(type(module))) or mixin.refusal(module, settings)

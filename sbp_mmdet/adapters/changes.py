@@ -4,26 +4,25 @@ from torch import nn
 
 from ..surgery import mix_in, mix_out
 from .base import LeanModule
-from .bound import bind
-from .place import Place
+from .bound import LeanState, bind
 from .predicate import fairscale_forward
 
 __all__ = ['bypassed_by', 'modules_bypassed_in', 'release', 'take_over']
 
 
-def take_over(module: nn.Module, mixin: type[LeanModule], place: Place) -> None:
+def take_over(module: nn.Module, mixin: type[LeanModule], state: LeanState) -> None:
     """Mix an adapter into a module, so that it trains lean.
 
     Args:
         module (nn.Module): The module; changed in place.
         mixin (type[LeanModule]): The adapter.
-        place (Place): State of the changed module.
+        state (LeanState): State of the changed module.
     """
-    if place.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
+    if state.settings.preset.form.implementation == 'fused' and (forward := fairscale_forward(module)):
         del module.forward
-        place = place._replace(own_forward=forward)
+        state = state._replace(own_forward=forward)
     mix_in(module, mixin)
-    module._lean = place
+    module._lean = state
 
 
 def release(module: nn.Module) -> None:
@@ -34,9 +33,9 @@ def release(module: nn.Module) -> None:
     """
     if isinstance(module, LeanModule):
         mix_out(module, LeanModule)
-        place = vars(module).pop('_lean')
-        if place.own_forward is not None:
-            module.forward = place.own_forward
+        state = vars(module).pop('_lean')
+        if state.own_forward is not None:
+            module.forward = state.own_forward
 
 
 def bypassed_by(module: LeanModule) -> set[nn.Module]:
@@ -45,9 +44,9 @@ def bypassed_by(module: LeanModule) -> set[nn.Module]:
     Args:
         module (LeanModule): The changed module.
     """
-    place = module._lean
-    bound = bind(type(module), module, place.settings, running=True)
-    parts = (inside for part in bound.parts.values() for inside, _ in part.reads(place.settings.preset.form))
+    state = module._lean
+    bound = bind(type(module), module, state.settings, running=True)
+    parts = (inside for part in bound.parts.values() for inside, _ in part.bypasses(state.settings.preset.form))
     others = (inside for inside, _ in module.bypasses()) if bound.reason is None else ()
     return {*parts, *others} - {module}
 

@@ -23,7 +23,7 @@ from ..ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
-from .bindings import Binding, Reads
+from .bindings import Binding, Bypassed
 from .copies import path_of
 from .parameters import weight_and_bias
 from .predicate import unsupported
@@ -196,17 +196,17 @@ class ConvNormActBinding(Binding):
         x = add_shortcut(x if self.norm is None else self.norm(x), residual)
         return x if self.act is None else self.act(x)
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
-        reads = []
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
+        bypassed = []
         for name in self.fused:
             if (module := getattr(self, name)) is not None:
-                reads.append((module, _ROLE_OF[name]))
-        return reads
+                bypassed.append((module, _ROLE_OF[name]))
+        return bypassed
 
-    def usable(self, form: Form, root: nn.Module, reads: Reads):
+    def usable(self, form: Form, root: nn.Module, bypassed: Bypassed):
         """See :meth:`.Binding.usable`. If the convolution may not be bypassed, there is no operation."""
-        wrong = dict(self.problems(root, reads))
+        wrong = dict(self.problems(root, bypassed))
         if not wrong:
             return self, []
         fused = tuple(name for name in self.fused if getattr(self, name) not in wrong)

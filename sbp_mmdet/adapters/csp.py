@@ -80,12 +80,12 @@ class CSPBinding(ChainBinding):
         adds = tuple(map(_adds, self.blocks))
         return CachedSettings(functools.partial(CSPSettings, blocks=sizes, adds=adds, whole=self.layer is not None))
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
         if self.layer is not None:
-            yield from _reads_of_layer(self.layer)
+            yield from _bypassed_in_csp_layer(self.layer)
         for block in self.blocks:
-            yield from _reads(block)
+            yield from _bypassed_in_block(block)
 
 
 def is_known_block(block: nn.Module, called: bool = False) -> bool:
@@ -95,18 +95,18 @@ def is_known_block(block: nn.Module, called: bool = False) -> bool:
         block (nn.Module): Any module.
         called (bool): Whether the block itself is called, so that hooks on it run in any case. Default: False.
     """
-    return not any(unsupported(m, role, called=called and m is block) for m, role in _reads(block))
+    return not any(unsupported(m, role, called=called and m is block) for m, role in _bypassed_in_block(block))
 
 
-def _reads(block) -> Iterator[tuple[nn.Module, str]]:
+def _bypassed_in_block(block) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules of a block that are bypassed, with their roles, up to the first unsupported container."""
     yield block, 'CSP block'
     if not unsupported(block, 'CSP block', called=True):
-        yield from _reads_of(block.conv1)
-        yield from _reads_of(block.conv2)
+        yield from _bypassed_in_layer(block.conv1)
+        yield from _bypassed_in_layer(block.conv2)
 
 
-def _reads_of(layer):
+def _bypassed_in_layer(layer):
     if stock_class(type(layer)) is not ConvModule:
         yield layer, 'depthwise separable layer'
         if unsupported(layer, 'depthwise separable layer'):
@@ -118,10 +118,10 @@ def _reads_of(layer):
             yield conv.activate, 'activation'
 
 
-def _reads_of_layer(layer):
+def _bypassed_in_csp_layer(layer):
     """Yield the modules of a CSP layer that are bypassed, without those of its blocks."""
     for conv in (layer.short_conv, layer.main_conv, layer.final_conv):
-        yield from _reads_of(conv)
+        yield from _bypassed_in_layer(conv)
     yield layer.blocks, 'list of layers'
     if layer.channel_attention:
         yield layer.attention, 'attention of a CSP layer'
@@ -132,7 +132,9 @@ def _reads_of_layer(layer):
 
 def _is_known(layer):
     """Return whether an operation computes exactly what the forward pass of a CSP layer computes."""
-    return all(map(is_known_block, layer.blocks)) and not any(unsupported(*read) for read in _reads_of_layer(layer))
+    if any(unsupported(module, role) for module, role in _bypassed_in_csp_layer(layer)):
+        return False
+    return all(map(is_known_block, layer.blocks))
 
 
 def _adds(block):

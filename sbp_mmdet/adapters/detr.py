@@ -262,8 +262,8 @@ class EncoderLayerBinding(Binding):
         settings = CachedSettings(functools.partial(_settings_of_layer, *fixed))
         return layers, (attention.dropout, dropout1, dropout2), settings
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
         attention, ffn = self.attention, self.ffn
         yield attention, 'deformable attention'
         yield ffn, 'FFN'

@@ -14,7 +14,7 @@ from ..ops.common.module_state import ModuleState, submodules
 from ..ops.common.precision import autocast_dtype
 from ..ops.ffn import FFNSettings, FFNTensors, feed_forward
 from .base import LeanModule, adapter
-from .bindings import Binding, Problems, Reads
+from .bindings import Binding, Bypassed, Problems
 from .conv_module import activation_of
 from .parameters import CachedSettings, weights_and_biases
 
@@ -88,17 +88,17 @@ class _FFNBinding(Binding):
         (up, act, first), down, second = self.ffn.layers
         return (up, down), (first, second), CachedSettings(functools.partial(_settings_of_ffn, activation_of(act)))
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
         yield from modules_of_ffn(self.ffn)
 
-    def usable(self, form: Form, root: nn.Module, reads: Reads):
+    def usable(self, form: Form, root: nn.Module, bypassed: Bypassed):
         """See :meth:`.Binding.usable`. Layers of other kinds are recomputed in the backward pass, if allowed."""
-        problems = problem_of_ffn(self.ffn) or self.problems(root, reads)
+        problems = problem_of_ffn(self.ffn) or self.problems(root, bypassed)
         if not problems:
             return self, []
         again = _RecomputedBinding(self.ffn.layers)
-        return (again, []) if not again.problems(root, [*again.reads(form)]) else (None, problems)
+        return (again, []) if not again.problems(root, [*again.bypasses(form)]) else (None, problems)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,8 +115,8 @@ class _RecomputedBinding(Binding):
         """Run the module, and run it again in the backward pass."""
         return recomputed(self.module, self.module, x)
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
         yield from ((module, 'recomputable') for module in self.module.modules())
 
 

@@ -82,9 +82,9 @@ class ConvPoolBinding(Binding):
         """Run the layer on (N, C, H, W)."""
         return _run_pool(form, self.pool, self._layer(form, x), relu=True)
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
-        yield from self._layer.reads(form)
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
+        yield from self._layer.bypasses(form)
         yield from ((self.relu, 'ReLU'), (self.pool, 'max pool'))
 
 

@@ -26,7 +26,7 @@ from ..library_code import check_code_once, replaced_code
 from ..passes import has_hooks_of_others
 from ..surgery import stock_class
 from .copies import original, path_of
-from .quantisation import preparation
+from .quantisation import problem_of_preparation
 from .roles import ROLES
 
 __all__ = [
@@ -37,9 +37,8 @@ __all__ = [
     'derives_plainly',
     'fairscale_forward',
     'find_problems',
-    'interference',
+    'find_interference',
     'is_hooked_globally',
-    'is_parametrized',
     'is_replaced',
     'tensors_in',
     'unsupported',
@@ -103,7 +102,7 @@ def _find_problem(module, role, called, answers):
         return problem
     key = id(module)
     if key not in answers:
-        answers[key] = interference(module), _odd_parameter(module)
+        answers[key] = find_interference(module), _odd_parameter(module)
     own, odd = answers[key]
     return (None if called else own) or problem or odd or check(module)
 
@@ -154,10 +153,11 @@ def cached_answers(topic: str) -> dict:
 
 
 def _is(kind: type, known: type | str) -> bool:
+    """Return whether a class is a known one, given by itself or by its module and name, or a copy of it."""
     return kind is known or path_of(kind) == known or (original(kind) is not kind and _is(original(kind), known))
 
 
-def interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | None:
+def find_interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | None:
     """Return what a call of a module runs besides the forward of its class, or ``None`` if it runs nothing else.
 
     Args:
@@ -170,18 +170,9 @@ def interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | No
         return 'it is compiled'
     if 'parametrizations' in module._modules:
         return 'it is parametrized'
-    if 'qconfig' in module.__dict__ and (problem := preparation(module)):
+    if 'qconfig' in module.__dict__ and (problem := problem_of_preparation(module)):
         return problem
     return 'its forward pass was replaced' if is_replaced(module) else None
-
-
-def is_parametrized(module: nn.Module | None) -> bool:
-    """Return whether ``torch.nn.utils.parametrize`` computes a parameter of a module.
-
-    Args:
-        module (nn.Module | None): The module.
-    """
-    return isinstance(module, nn.Module) and 'parametrizations' in module._modules
 
 
 def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:

@@ -4,10 +4,10 @@ from torch import nn
 
 from ..surgery import stock_class
 
-__all__ = ['preparation', 'refuse_late_preparation']
+__all__ = ['problem_of_preparation', 'refuse_late_preparation']
 
 
-def preparation(module: nn.Module) -> str | None:
+def problem_of_preparation(module: nn.Module) -> str | None:
     """Return a sentence if torch prepared a module for quantisation, which observes or replaces it, or ``None``.
 
     Args:
@@ -27,7 +27,7 @@ def refuse_late_preparation(module: nn.Module) -> None:
     Raises:
         ValueError: If torch quantises modules of its class.
     """
-    if preparation(module) is None:
+    if problem_of_preparation(module) is None:
         return
     from torch.ao.quantization import get_default_qat_module_mappings, get_default_static_quant_module_mappings
 

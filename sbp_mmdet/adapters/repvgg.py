@@ -9,7 +9,7 @@ from ..ops.common.precision import autocast_dtype
 from ..ops.conv_norm_act import conv_norm
 from ..presets import Settings
 from .base import LeanModule, adapter
-from .bindings import Reads
+from .bindings import Bypassed
 from .conv_module import ConvNormActBinding
 
 __all__ = ['ConvNormBranchBinding', 'LeanRepVGGBlock']
@@ -35,14 +35,14 @@ class ConvNormBranchBinding(ConvNormActBinding):
         settings, tensors = self._layer.inputs(form, x, autocast_dtype(x) or x.dtype)
         return conv_norm(dataclasses.replace(settings, recompute=True), tensors)
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
         yield self.holder, 'convolution and norm'
-        yield from super().reads(form)
+        yield from super().bypasses(form)
 
-    def usable(self, form: Form, root: nn.Module, reads: Reads):
+    def usable(self, form: Form, root: nn.Module, bypassed: Bypassed):
         """See :meth:`.Binding.usable`. The branch runs its own code if anything of it is unknown."""
-        problems = self.problems(root, reads)
+        problems = self.problems(root, bypassed)
         return (None, problems) if problems else (self, [])
 
 

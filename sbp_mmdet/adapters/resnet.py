@@ -106,12 +106,31 @@ class LeanBasicBlock(_Convolutional):
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
-def _outer_layers(block):
-    """Return the operations of the first and the last convolution of a bottleneck."""
-    return dict(
+def _parts_of_bottleneck(block, **middle):
+    """Return the operations of a bottleneck: its layers, and the whole block as a chain if its modules are known.
+
+    Args:
+        block (_Convolutional): The bottleneck.
+        **middle (ConvNormActBinding): Layers between the first and the last convolution, by name.
+    """
+    parts = dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
         conv3=ConvNormActBinding(block.conv3, block.norm3, None if _adds_outside(block) else block.relu),
+        **middle,
     )
+    return parts | (dict(block=ResidualChainBinding((block,))) if may_chain(block, called=True) else {})
+
+
+def _run_bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run a bottleneck, as a chain if it is one, otherwise layer by layer with the function ``middle`` in between."""
+    chain = block.part('block')
+    if chain is not None and x.numel():
+        return chain(block.form, x)
+    out = _run_plugins(block, 1, block.layer('conv1', x))
+    out = _run_plugins(block, 2, middle(out))
+    if block.adds_outside('conv3'):
+        return block.relu(add_shortcut(_run_plugins(block, 3, block.layer('conv3', out)), _shortcut(block, x)))
+    return block.layer('conv3', out, residual=_shortcut(block, x))
 
 
 @adapter(resnet.Bottleneck, resnext.Bottleneck)
@@ -123,24 +142,11 @@ class LeanBottleneck(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        layers = _outer_layers(self) | dict(conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
-        return layers | (dict(block=ResidualChainBinding((self,))) if may_chain(self, called=True) else {})
+        return _parts_of_bottleneck(self, conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
-        block = self.part('block')
-        if block is not None and x.numel():
-            return block(self.form, x)
-        return _bottleneck(self, x, lambda x: self.layer('conv2', x))
-
-
-def _bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a bottleneck whose second convolution is the function ``middle``."""
-    out = _run_plugins(block, 1, block.layer('conv1', x))
-    out = _run_plugins(block, 2, middle(out))
-    if block.adds_outside('conv3'):
-        return block.relu(add_shortcut(_run_plugins(block, 3, block.layer('conv3', out)), _shortcut(block, x)))
-    return block.layer('conv3', out, residual=_shortcut(block, x))
+        return _run_bottleneck(self, x, lambda x: self.layer('conv2', x))
 
 
 @adapter(res2net.Bottle2neck)
@@ -149,18 +155,13 @@ class LeanBottle2neck(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        middle = zip(self.convs, self.bns, strict=False)  # if there are more than groups, the rest is not called
-        layers = _outer_layers(self) | {
-            f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(middle)
-        }
-        return layers | (dict(block=ResidualChainBinding((self,))) if may_chain(self, called=True) else {})
+        layers = zip(self.convs, self.bns, strict=False)  # if there are more than groups, the rest is not called
+        middle = {f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(layers)}
+        return _parts_of_bottleneck(self, **middle)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
-        block = self.part('block')
-        if block is not None and x.numel():
-            return block(self.form, x)
-        return _bottleneck(self, x, self.middle)
+        return _run_bottleneck(self, x, self.middle)
 
     def middle(self, x: Tensor) -> Tensor:
         """Run the convolutions of the groups of channels on (N, C, H, W)."""
@@ -181,7 +182,7 @@ class LeanSplitBottleneck(_Convolutional):
 
     def parts(self):
         """See :meth:`.LeanModule.parts`."""
-        return _outer_layers(self)
+        return _parts_of_bottleneck(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
@@ -190,7 +191,7 @@ class LeanSplitBottleneck(_Convolutional):
             x = self.conv2(x)
             return self.avd_layer(x) if self.avg_down_stride else x
 
-        return _bottleneck(self, x, middle)
+        return _run_bottleneck(self, x, middle)
 
 
 @adapter(resnest.SplitAttentionConv2d)

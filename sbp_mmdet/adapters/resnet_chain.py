@@ -67,9 +67,9 @@ class ResidualChainBinding(ChainBinding):
         """Settings of the chain, given those of its layers."""
         return CachedSettings(functools.partial(ChainSettings, tuple(map(_settings_of_block, self.blocks))))
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
-        return [read for block in self.blocks for read in _reads(block)]
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
+        return [one for block in self.blocks for one in _bypassed_in(block)]
 
 
 _BLOCKS = {kind for role in ('residual block', 'CSP block') for kind in ROLES[role]}
@@ -140,36 +140,36 @@ def may_chain(block: nn.Module, called: bool = False) -> bool:
     """
     answers, question = cached_answers('chains'), (id(block), called)
     if question not in answers:
-        answers[question] = not find_problems(_reads(block), called=block if called else None)
+        answers[question] = not find_problems(_bypassed_in(block), called=block if called else None)
     return answers[question]
 
 
-def _reads(block) -> list[tuple[nn.Module, str]]:
+def _bypassed_in(block) -> list[tuple[nn.Module, str]]:
     """Return the modules of a block that a chain bypasses, with their roles, up to the first unsupported container."""
-    answers = cached_answers('reads of chains')
+    answers = cached_answers('bypassed by chains')
     if id(block) not in answers:
-        answers[id(block)] = _find_reads(block)
+        answers[id(block)] = _find_bypassed_in(block)
     return answers[id(block)]
 
 
-def _find_reads(block):
-    reads = [(block, 'residual block')]
+def _find_bypassed_in(block):
+    bypassed = [(block, 'residual block')]
     if unsupported(block, 'residual block', called=True):
-        return reads
+        return bypassed
     for conv, norm in _layers(block):
-        reads += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
-    reads.append((block.relu, 'ReLU'))
+        bypassed += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
+    bypassed.append((block.relu, 'ReLU'))
     if _pools_last_group(block):
-        reads.append((block.pool, 'average pool'))
+        bypassed.append((block.pool, 'average pool'))
     if block.downsample is None:
-        return reads
-    reads.append((block.downsample, 'shortcut of a chain'))
+        return bypassed
+    bypassed.append((block.downsample, 'shortcut of a chain'))
     if unsupported(block.downsample, 'shortcut of a chain'):
-        return reads
+        return bypassed
     *pools, conv, norm = block.downsample
-    reads += [(pool, 'average pool') for pool in pools]
-    reads += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
-    return reads
+    bypassed += [(pool, 'average pool') for pool in pools]
+    bypassed += (conv, 'convolution of a chain'), (norm, 'norm of a chain')
+    return bypassed
 
 
 def _is_split(block):

@@ -5,7 +5,7 @@ from mmengine.dist import get_rank
 
 from ..ops.common.autograd_function import Sample
 from ..ops.common.uncompiled import uncompiled
-from ..stochastic_backprop.masks import draw_seed
+from ..stochastic_backprop.masks import derive_seed
 from ..stochastic_backprop.step_draws import next_pass
 
 __all__ = ['RowDraws']
@@ -33,4 +33,4 @@ class RowDraws:
             Sample: The sample.
         """
         self._latest[name] = current = next_pass(self._latest.get(name))
-        return Sample(ratio, draw_seed(torch.initial_seed(), get_rank(), *current, f'sample of {name}') / 2**63)
+        return Sample(ratio, derive_seed(torch.initial_seed(), get_rank(), *current, f'sample of {name}') / 2**63)

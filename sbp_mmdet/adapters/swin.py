@@ -67,8 +67,8 @@ class WindowAttentionBinding(Binding):
             attn.drop = drop
         return x + (out * factor_for(factor, 3)).to(out.dtype)
 
-    def reads(self, form: Form):
-        """See :meth:`Binding.reads`. The reference form calls all modules except stochastic depth."""
+    def bypasses(self, form: Form):
+        """See :meth:`Binding.bypasses`. The reference form calls all modules except stochastic depth."""
         yield self.drop, 'stochastic depth'
         if form.implementation == 'fused':
             yield self.norm, 'layer norm'

@@ -60,8 +60,8 @@ class DecomposedAttentionBinding(Binding):
         bias = (attn.rel_pos_h, attn.rel_pos_w) if attn.use_rel_pos else (None, None)
         return decomposed_attention(settings, DecomposedTensors(x, *layers, *bias, factor))
 
-    def reads(self, form: Form):
-        """See :meth:`.Binding.reads`."""
+    def bypasses(self, form: Form):
+        """See :meth:`.Binding.bypasses`."""
         yield from ((self.norm, 'affine layer norm'), (self.attn, 'attention of a map'))
         yield from ((self.attn.qkv, 'linear'), (self.attn.proj, 'linear with bias'), (self.drop, 'stochastic depth'))
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ..adapters.predicate import interference
+from ..adapters.predicate import find_interference
 from ..ops.common.module_state import ModuleState, submodules
-from ..passes import PLANNER, of_known_library
+from ..passes import PLANNER, is_of_known_library
 from ..surgery import Mixin, has_methods_of, mix_into_known
 
 __all__ = ['query_heads_in_chunks']
@@ -49,7 +49,7 @@ class _CheckpointedLosses(Mixin):
 
     def _loss_by_feat_single(self, *args):
         losses = submodules([self.loss_cls, self.loss_mask, self.loss_dice])
-        if not all(of_known_library(loss) and not interference(loss, (PLANNER,)) for loss in losses):
+        if not all(is_of_known_library(loss) and not find_interference(loss, (PLANNER,)) for loss in losses):
             return super()._loss_by_feat_single(*args)
         assigned, parts, state = [], [self, *losses], None
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ['fit_positions', 'interpolated']
+__all__ = ['fit_positions', 'interpolate_positions']
 
 
-def interpolated(patches: Tensor, grid: tuple[int, int], size: tuple[int, int], mode: str) -> Tensor:
+def interpolate_positions(patches: Tensor, grid: tuple[int, int], size: tuple[int, int], mode: str) -> Tensor:
     """Interpolate a position embedding to another grid.
 
     Args:
@@ -52,7 +52,7 @@ def fit_positions(
         return given
     for front in dict.fromkeys((tokens, 0)):
         if own_grid := _grid_of(given.shape[1] - front, grid, pretrained_grid):
-            patches = interpolated(given[:, front:], own_grid, grid, mode)
+            patches = interpolate_positions(given[:, front:], own_grid, grid, mode)
             first = given[:, :front] if front else given.new_zeros(1, tokens, given.shape[2])
             return torch.cat([first, patches], 1)
     return given

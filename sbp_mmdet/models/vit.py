@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .layers import LayerNorm2d
 from .lean_backbone import TRUNCATED_NORMAL, LeanBackbone
-from .position_embedding import fit_positions, interpolated
+from .position_embedding import fit_positions, interpolate_positions
 from .weights import rename_weights
 
 __all__ = ['ARCHS', 'SBPViT', 'ViTBlock']
@@ -290,7 +290,7 @@ class SBPViT(LeanBackbone, BaseModule):
     def _positions_for(self, size):
         """Return the position embedding of the patches, interpolated if the grid has another size."""
         patches = self.pos_embed[:, self.pos_embed.shape[1] - self.grid[0] * self.grid[1] :]
-        return interpolated(patches, self.grid, size, self.interpolate_mode)
+        return interpolate_positions(patches, self.grid, size, self.interpolate_mode)
 
     def _outputs(self, x, size):
         if self.out_type == 'cls_token':

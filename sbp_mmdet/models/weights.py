@@ -219,8 +219,9 @@ def _reshape_like(value, own):
     return value.reshape(own.shape) if squeezed[0] == squeezed[1] else value
 
 
-def _format_names(names, most=6):
-    return ', '.join(names[:most]) + (f' and {len(names) - most} more' if len(names) > most else '')
+def _format_names(names):
+    """Return up to six names, and the number of the others."""
+    return ', '.join(names[:6]) + (f' and {len(names) - 6} more' if len(names) > 6 else '')
 
 
 def _log(module, text, level=logging.INFO):

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import take
 from ..stochastic_backprop.masks import Positions
 from .attention_reference import reference_attention
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.flash import attend, attend_backward, to_heads, to_rows
 from .common.folding import (
     add_branch,
@@ -161,7 +161,7 @@ def attention(settings: AttentionSettings, tensors: AttentionTensors) -> Tensor:
         raise ValueError(f"mode={settings.mode!r} drops tokens, not heads: give `positions`, or use mode='head'")
     if settings.form.implementation == 'reference':
         return reference_attention(settings, tensors)
-    return _attention(in_precision(settings, t.x), tensors)
+    return _attention(with_dtype(settings, t.x), tensors)
 
 
 def _forward(settings, tensors, needs):

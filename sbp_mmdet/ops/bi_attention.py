@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
+from .common.autograd_function import OnHost, Operation, gradients_of, with_dtype
 from .common.layouts import chunks
 from .common.precision import accumulator
 from .common.used_outputs import UsedOutputs
-from .ffn import dropout_factor, random_state, replayed
+from .ffn import dropout_factor, random_state, replay_dropout
 
 __all__ = ['LIMIT', 'BiAttentionSettings', 'BiAttentionTensors', 'bi_attention']
 
@@ -134,7 +134,7 @@ def bi_attention(settings: BiAttentionSettings, tensors: BiAttentionTensors) -> 
     for index, names in enumerate((_OF_IMAGE_ONLY, _OF_TEXT_ONLY)):
         own = used.only_for(index, [getattr(tensors, name) for name in names])
         tensors = tensors._replace(**dict(zip(names, own, strict=True)))
-    out = _operation(in_precision(settings, x), tensors)
+    out = _operation(with_dtype(settings, x), tensors)
     return used.split(out, [x.shape[1], text.shape[1]])
 
 
@@ -247,7 +247,7 @@ def _backward(s, saved, grad, needs):
         out = out.detach().requires_grad_()
         text = _update_text(s, own, z, out)
     (dout,) = torch.autograd.grad(text, [out], of_text.to(text.dtype), retain_graph=True)
-    with replayed(grad.device, saved.state):
+    with replay_dropout(grad.device, saved.state):
         gradients, dkey, dvalue = _rows_backward(s, saved, grad, needs, dout, key.detach(), value.detach())
     differentiable = [(o, g) for o, g in ((text, of_text), (key, dkey), (value, dvalue)) if o.requires_grad]
     if names:

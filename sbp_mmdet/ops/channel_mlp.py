@@ -32,10 +32,10 @@ from torch import Tensor
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
 from .channel_mlp_backward import BackwardPass, MLPSaved, MLPWeights, chunks_of_map, folds_norm
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import add_branch, fold_bias, normalise
 from .common.layouts import as_rows, from_rows, in_shape, layout_of, tokens_of
-from .common.precision import cast, promoted, store
+from .common.precision import cast, promote, store
 from .common.rerun_conv import Conv
 from .common.stochastic_depth import factor_for
 
@@ -127,7 +127,7 @@ def channel_mlp(settings: MLPSettings, tensors: MLPTensors) -> Tensor:
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
-    return _channel_mlp(in_precision(settings, tensors.x), tensors)
+    return _channel_mlp(with_dtype(settings, tensors.x), tensors)
 
 
 def _reference(settings, tensors):
@@ -185,7 +185,7 @@ def _add_whole(t, branch):
         return torch.add(shortcut, branch, alpha=number)
     gamma = gamma if branch.dim() == 3 else gamma.view(-1, 1, 1)
     if branch.dtype is not shortcut.dtype and branch.device.type == 'cpu':  # torch 2.1 promotes no types there
-        kind = promoted(shortcut.dtype, branch.dtype, gamma.dtype)
+        kind = promote(shortcut.dtype, branch.dtype, gamma.dtype)
         shortcut, branch, gamma = cast(shortcut, kind), cast(branch, kind), cast(gamma, kind)
     return torch.addcmul(shortcut, branch, gamma, value=number)
 

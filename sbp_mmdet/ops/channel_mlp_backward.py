@@ -41,12 +41,12 @@ from .common.layouts import (
     empty_tokens,
     from_rows,
     in_shape,
-    laid_out,
     scatter_rows,
+    to_layout,
     tokens_of,
 )
 from .common.precision import FULL, Stored, Sums, cast, cast_all, zeros_for
-from .common.row_sampling import add_mean_term_, centre_, rows_of_means, sample_rows
+from .common.row_sampling import add_mean_term_, centre_, choose_rows_of_means, sample_rows
 from .common.token_norm import TokenNorm
 
 __all__ = ['BackwardPass', 'MLPSaved', 'MLPWeights', 'chunks_of_map', 'folds_norm']
@@ -204,7 +204,7 @@ class BackwardPass:
             x = tokens_of(x)
             source = Stored(x if keep is None else take(x, keep))
         if self._samples and tokens.numel():
-            some = rows_of_means(len(tokens), source.values.shape[1])
+            some = choose_rows_of_means(len(tokens), source.values.shape[1])
             self._find_means(*self._activations(source, some)[:2])
         dx = self._allocate_gradient(source) if self.needs.x else None
         for chunk in parts:
@@ -213,7 +213,7 @@ class BackwardPass:
                 part = chunk.take_rows(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])
             self._add(part, source, chunk, None if dx is None else dx[chunk.images, chunk.rows])
         if dx is not None:
-            dx = laid_out(in_shape(scatter_rows(dx, keep, tokens.shape[1]), grad.shape), self.saved.layout)
+            dx = to_layout(in_shape(scatter_rows(dx, keep, tokens.shape[1]), grad.shape), self.saved.layout)
         return dx, self._gradients()
 
     def _run_whole(self, x):
@@ -262,7 +262,7 @@ class BackwardPass:
         return weights.hidden(rows), rows, (rows, rstd)
 
     def _find_means(self, hidden, rows):
-        """Compute means of the first layer's input and of GELU(h) over some rows, see :func:`.rows_of_means`."""
+        """Compute means of the first layer's input and of GELU(h) over some rows, see :func:`.choose_rows_of_means`."""
         self.means = rows.mean(0), F.gelu(hidden, approximate=self.settings.approximate).mean(0)
 
     def _add(self, part, source, chunk=None, out=None):
@@ -292,7 +292,7 @@ class BackwardPass:
         hidden, rows, normed = self._activations(source, chunk)
         if self._samples and chunk is None:
             images = self.grad.shape[0]
-            some = rows_of_means(images, len(g) // images)
+            some = choose_rows_of_means(images, len(g) // images)
             self._find_means(*[some.take_rows(part.view(images, -1, part.shape[1])) for part in (hidden, rows)])
         sampled = sample_rows(self.settings.form.sample, g)
         if self.needs_outer:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import (
     add_branch,
     fold_bias,
@@ -132,7 +132,7 @@ def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
     Returns:
         Tensor: Output, of the shape and layout of ``shortcut``.
     """
-    return _grn_mlp(in_precision(settings, tensors.x), tensors)
+    return _grn_mlp(with_dtype(settings, tensors.x), tensors)
 
 
 def _forward(settings, tensors, needs):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.fixed_norms import Factors, FixedNorms, gradients_of_fixed
 from .common.folded_convolution import convolve, convolve_backward, weight_needed
 from .common.kept_maps import KeptMap, keep, keep_input, keep_term
@@ -178,7 +178,7 @@ def conv_norm(settings: ConvNormSettings, tensors: ConvNormTensors) -> Tensor:
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
-    return _conv_norm(in_precision(settings, tensors.x), tensors)
+    return _conv_norm(with_dtype(settings, tensors.x), tensors)
 
 
 def _reference(settings, tensors):
@@ -277,11 +277,11 @@ def backward(settings: ConvNormSettings, saved: ConvNormSaved, grad: Tensor, nee
         x = grad.new_empty(1, dtype=s.dtype).expand(*images, height + top + bottom, width + left + right)
     else:
         x = _bordered(s, saved.input.load(s.dtype))
-    norms = parts = None
+    norms = split_factor = None
     if s.norm == 'fixed':
         norms = FixedNorms([(s, saved.tensors)], saved.factors)
-        parts = norms.parts_in_half()[0] if s.dtype == torch.float16 else None
-    dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, parts)
+        split_factor = norms.split_factors()[0] if s.dtype == torch.float16 else None
+    dx, own = convolve_backward(s, saved.tensors, x, grad, needs, norms, 0, split_factor)
     of_tensors = (own if norms is None else gradients_of_fixed([own], norms)[0]) | of_tensors
     return ConvNormGradients(**of_tensors, x=cast(_bordered(s, dx, -1), saved.dtypes[0]) if needs.x else None)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import normalise, normalise_backward
 from .common.layouts import elements_at_a_time
 from .common.precision import Stored, accumulator, store
@@ -108,7 +108,7 @@ def decomposed_attention(settings: DecomposedSettings, tensors: DecomposedTensor
     Returns:
         Tensor: Shape (N, H, W, C).
     """
-    return _operation(in_precision(settings, tensors.x), tensors)
+    return _operation(with_dtype(settings, tensors.x), tensors)
 
 
 def _split_map(s, x):

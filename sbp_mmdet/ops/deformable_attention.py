@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.layouts import CHUNK
 from .common.normed import Normed
-from .common.precision import Stored, accumulate, column_sums, promoted, store
+from .common.precision import Stored, accumulate, column_sums, promote, store
 from .common.shared_maps import find_shared_map
 
 __all__ = [
@@ -121,7 +121,7 @@ def deformable_attention(settings: DeformableSettings, tensors: DeformableTensor
     Returns:
         Tensor: Shape (N, Q, C), in the precision of matrix products.
     """
-    return _attention(in_precision(settings, tensors.x), tensors)
+    return _attention(with_dtype(settings, tensors.x), tensors)
 
 
 def kernel_inputs(s: DeformableSettings, t: DeformableTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,7 +307,7 @@ def _images_backward(s, t, grad, needed):
     dvalue, dlocations, dweights = _kernel_backward(s, t, grad, *inputs)
     del inputs
     gradients = _value_backward(s, t, dvalue.flatten(2), needed)
-    dlocations = dlocations.to(promoted(s.dtype, t.reference_points.dtype))
+    dlocations = dlocations.to(promote(s.dtype, t.reference_points.dtype))
     if 'reference_points' in needed:
         gradients['reference_points'] = _points_backward(s, t, dlocations)
     if not {'x', 'query_pos', *_QUERY_LAYERS}.intersection(needed):

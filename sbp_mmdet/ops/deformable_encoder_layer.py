@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
-from .common.autograd_function import OnHost, Operation, gradients_of, in_precision
+from .common.autograd_function import OnHost, Operation, gradients_of, with_dtype
 from .common.layouts import add_rows_, chunks
 from .common.normed import Normed, norm, norm_backward
 from .common.precision import Sums, cast, cast_all, column_sums
@@ -32,7 +32,7 @@ from .deformable_attention import (
     kernel_inputs,
     run_kernel,
 )
-from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replayed
+from .ffn import FeedForward, FFNSettings, dropout_factor, random_state, replay_dropout
 
 __all__ = ['EncoderSettings', 'EncoderTensors', 'deformable_encoder_layer']
 
@@ -99,7 +99,7 @@ def deformable_encoder_layer(settings: EncoderSettings, tensors: EncoderTensors)
         Tensor: Shape (N, L, C).
     """
     if settings.attention.dtype is None:
-        attention = in_precision(settings.attention, tensors.x)
+        attention = with_dtype(settings.attention, tensors.x)
         ffn = dataclasses.replace(settings.ffn, dtype=attention.dtype)
         settings = dataclasses.replace(settings, attention=attention, ffn=ffn)
     return _encoder_layer(settings, tensors)
@@ -243,7 +243,7 @@ def _layer_backward(settings, saved, grad, needs):
     dx, dattended = torch.empty_like(grad), attended
     if saved.attended is not None or keep is not None:  # otherwise each row's gradient takes the place of the row
         dattended = grad.new_empty(len(grad), queries, grad.shape[2], dtype=s.dtype)
-    with replayed(x.device, saved.state):
+    with replay_dropout(x.device, saved.state):
         for index, kept, chunk in run.chunks(x):
             rows = run.backward(*[chunk.take_rows(part, index) for part in (x, attended, saved.sum, grad)], kept)
             chunk.put_(dx, rows[0], index)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import Operation, gradients_of, in_precision
+from .common.autograd_function import Operation, gradients_of, with_dtype
 from .common.kept_maps import KeptMap, keep, keep_input
 from .common.layouts import memory_format
 from .common.precision import Sums, accumulator
@@ -112,7 +112,7 @@ def dense_head(settings: DenseHeadSettings, tensors: DenseHeadTensors) -> Tensor
     Returns:
         Tensor: Shape (N, E, H, W).
     """
-    return _dense_head(in_precision(settings, tensors.x), tensors)
+    return _dense_head(with_dtype(settings, tensors.x), tensors)
 
 
 def _forward(s, t, needs):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import bias_or_zeros, fold, fold_weight, normalise, normalise_backward, unfold
-from .common.layouts import in_shape, laid_out, layout_of, memory_format, scatter_rows, tokens_of
+from .common.layouts import in_shape, layout_of, memory_format, scatter_rows, to_layout, tokens_of
 from .common.precision import Stored, accumulate, column_sums, store
 from .common.row_sampling import sample_rows
 
@@ -98,7 +98,7 @@ def norm_linear(settings: NormLinearSettings, tensors: NormLinearTensors) -> Ten
     """
     if settings.form.implementation == 'reference':
         return _reference(settings, tensors)
-    return _norm_linear(in_precision(settings, tensors.x), tensors)
+    return _norm_linear(with_dtype(settings, tensors.x), tensors)
 
 
 def _reference(settings, tensors):
@@ -124,7 +124,7 @@ def _forward(settings, tensors, needs):
     t, keep = tensors, settings.form.kept(tensors.positions)
     w, b = fold(*_layer(t), settings.dtype)
     xhat, rstd = normalise(_tokens(t.x), settings.eps, settings.dtype)
-    out = laid_out(_in_shape_of(t.x, F.linear(xhat.flatten(2), w, b)), layout_of(t.x))
+    out = to_layout(_in_shape_of(t.x, F.linear(xhat.flatten(2), w, b)), layout_of(t.x))
     if not any(needs):
         return out, None
     xhat, rstd = take(xhat, keep), take(rstd, keep)

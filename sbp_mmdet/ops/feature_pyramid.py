@@ -16,9 +16,9 @@ from torch import Tensor
 from .common.autograd_function import (
     apply_function,
     differentiable_once,
-    in_precision,
     put_tensors_back,
     take_tensors_out,
+    with_dtype,
 )
 from .common.kept_maps import keep_input
 from .common.layouts import memory_format
@@ -61,7 +61,7 @@ def feature_pyramid(settings: StripSettings, levels: Sequence[LevelTensors]) -> 
     Returns:
         tuple[Tensor, ...]: The output of each level, shape (N, D, H, W).
     """
-    s = in_precision(settings, levels[0].x)
+    s = with_dtype(settings, levels[0].x)
     leaves = [tensor for level in levels for tensor in level]
     if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
         return apply_function(_Pyramid, s, *leaves)

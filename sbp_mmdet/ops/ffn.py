@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.activations import Activation
-from .common.autograd_function import Form, OnHost, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, OnHost, Operation, gradients_of, with_dtype
 from .common.layouts import chunks
 from .common.precision import Sums, cast_all, column_sums
 from .common.row_sampling import sample_rows
@@ -27,7 +27,7 @@ __all__ = [
     'dropout_factor',
     'feed_forward',
     'random_state',
-    'replayed',
+    'replay_dropout',
 ]
 
 _WEIGHTS = 'weight1', 'bias1', 'weight2', 'bias2'
@@ -102,7 +102,7 @@ def random_state(device: torch.device, *rates: float) -> OnHost | None:
 
 
 @contextlib.contextmanager
-def replayed(device: torch.device, state: OnHost | None):
+def replay_dropout(device: torch.device, state: OnHost | None):
     """Let dropout draw the same random numbers again, and restore the generator afterwards.
 
     Args:
@@ -224,7 +224,7 @@ def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
     Example:
         >>> y = feed_forward(FFNSettings(dropout=(0.1, 0.1)), FFNTensors(x, w1, b1, w2, b2))
     """
-    return _feed_forward(in_precision(settings, tensors.x), tensors)
+    return _feed_forward(with_dtype(settings, tensors.x), tensors)
 
 
 def _chunks(settings, x, run):
@@ -245,7 +245,7 @@ def _backward(settings, saved, grad, needs):
     sums = Sums({name: getattr(given, name) for name in _WEIGHTS if getattr(needs, name)})
     run = FeedForward(settings, given, sums)
     dx = torch.empty_like(x, dtype=settings.dtype) if needs.x else None
-    with replayed(grad.device, saved.state):
+    with replay_dropout(grad.device, saved.state):
         for chunk in _chunks(settings, x, run):
             rows = run.backward(chunk.take_rows(x), chunk.take_rows(grad), needs.x)
             if needs.x:

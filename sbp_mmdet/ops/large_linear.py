@@ -12,7 +12,7 @@ __all__ = ['large_linear']
 _CAST = 2**21  # elements of the weight that the backward pass casts at a time
 
 
-def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ weight.T + bias``, with a backward pass that frees the input early.
 
     The backward pass computes the gradient of the weight first and frees ``x`` before it allocates the gradient of
@@ -21,7 +21,7 @@ def large_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     Args:
         x (Tensor): Shape (..., C).
         weight (Tensor): Shape (D, C).
-        bias (Tensor | None): Shape (D,). If ``None``, there is none. Default: None.
+        bias (Tensor | None): Shape (D,). If ``None``, there is none.
 
     Returns:
         Tensor: Shape (..., D).

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of
 from .common.folding import normalise, normalise_backward
-from .common.layouts import laid_out, memory_format
+from .common.layouts import memory_format, to_layout
 from .common.precision import Stored, accumulator, autocast_dtype, store
 from .common.rerun_conv import Conv
 
@@ -121,7 +121,7 @@ def _backward(settings, saved, grad, needs):
     dx = None
     if needs.x:
         dx = normalise_backward(grad * saved.weight, xhat, rstd, saved.input_dtype)
-        dx = laid_out(dx.permute(0, 3, 1, 2), saved.layout)
+        dx = to_layout(dx.permute(0, 3, 1, 2), saved.layout)
     return NormGradients(dx, (grad * xhat).sum((0, 1, 2)), grad.sum((0, 1, 2)))
 
 

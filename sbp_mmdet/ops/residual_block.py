@@ -135,18 +135,18 @@ def layers_of_blocks(
         layers (Sequence[Layer]): The layers of all blocks, in the order of :func:`split_by_block`.
         signs (SignPacker | SignReader | None): See :class:`BlockLayers`. Default: None.
     """
-    members = []
+    grouped = []
     for block, own in zip(blocks, split_by_block(blocks, layers), strict=True):
         layers_of_block = own[: block.number]
         if block.split is not None:
             first, middle, last = block.split.gather(layers_of_block)
             layers_of_block = first, SplitLayer(middle, block.split), last
-        members.append(BlockLayers(layers_of_block, own[-1] if block.projects else None, block.pool, signs))
-    return members
+        grouped.append(BlockLayers(layers_of_block, own[-1] if block.projects else None, block.pool, signs))
+    return grouped
 
 
 def run_block(
-    members: BlockLayers, x: Tensor, saves_last: bool = True
+    block: BlockLayers, x: Tensor, saves_last: bool
 ) -> tuple[Tensor, KeptMap | None, list[int], tuple[KeptLayer | None, ...]]:
     """Run a block.
 
@@ -154,40 +154,40 @@ def run_block(
     the norm is a group norm.
 
     Args:
-        members (BlockLayers): Layers of the block.
+        block (BlockLayers): Layers of the block.
         x (Tensor): Input of the block, shape (N, C, H, W).
-        saves_last (bool): Whether the input of the last layer is saved for a backward pass. Default: True.
+        saves_last (bool): Whether the input of the last layer is saved for a backward pass.
 
     Returns:
         tuple: The output, and the attributes ``last``, ``signs`` and ``layers`` of :class:`KeptBlock`.
     """
     out, last, signs, saved_layers = x, None, [], []
-    *first, final = members.layers
+    *first, final = block.layers
     for i, layer in enumerate(first):
         z, out, saved = layer.run(out) if type(layer) is SplitLayer else run_layer(layer, out)
         out = torch.relu_(out if out.dtype is z.dtype else out.to(z.dtype))
         saved_layers.append(saved)
-        if members.signs is not None and saves_last and i + 1 == len(first):
+        if block.signs is not None and saves_last and i + 1 == len(first):
             last = _keep_input(layer, z, out, saved)
-        elif members.signs is not None:
-            signs.append(members.signs.add(out, 'inside'))
+        elif block.signs is not None:
+            signs.append(block.signs.add(out, 'inside'))
         del z
     _, out, saved = run_layer(final, out)
     saved_layers.append(saved)
-    if members.shortcut is None:
+    if block.shortcut is None:
         out = out.add_(x)
     else:
-        _, shortcut, saved = run_layer(members.shortcut, average_pool(members.pool, x))
+        _, shortcut, saved = run_layer(block.shortcut, average_pool(block.pool, x))
         saved_layers.append(saved)
         out = out.add_(shortcut)
     return torch.relu_(out), last, signs, tuple(saved_layers)
 
 
-def rerun_inside(members: BlockLayers, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:
+def rerun_inside(block: BlockLayers, saved: KeptBlock, x: Tensor, known: Inside | None = None) -> Inside:
     """Recompute the maps inside of a block whose ReLUs have their signs saved.
 
     Args:
-        members (BlockLayers): Layers of the block.
+        block (BlockLayers): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
         known (Inside | None): Maps that were recomputed before and are used as they are. If ``None``, there are none.
@@ -195,38 +195,38 @@ def rerun_inside(members: BlockLayers, saved: KeptBlock, x: Tensor, known: Insid
     """
     inside = Inside([], [])
     # `signs` is the shortest: it ends in front of a last layer whose input is saved.
-    for i, (layer, number, own) in enumerate(zip(members.layers, saved.signs, saved.layers, strict=False)):
+    for i, (layer, number, kept) in enumerate(zip(block.layers, saved.signs, saved.layers, strict=False)):
         if known is not None and known.inputs[i] is not None:
             x, z = known.inputs[i], known.outputs[i]
         else:
-            z, out = rerun_layer(layer, x, own)
-            x, z = members.signs.relu_(number, out), None if own is None else z
+            z, out = rerun_layer(layer, x, kept)
+            x, z = block.signs.relu_(number, out), None if kept is None else z
         inside.inputs.append(x)
         inside.outputs.append(z)
     return inside
 
 
-def rerun_output(members: BlockLayers, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
+def rerun_output(block: BlockLayers, saved: KeptBlock, x: Tensor, last: Tensor | None) -> Tensor:
     """Recompute the output of a block.
 
     Args:
-        members (BlockLayers): Layers of the block.
+        block (BlockLayers): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
         last (Tensor | None): The input of its last layer. If ``None``, the saved one.
     """
-    number = len(members.layers)
+    number = len(block.layers)
     last = saved.last.load(x.dtype) if last is None else last
-    _, out = rerun_layer(members.layers[-1], last, saved.layers[number - 1])
-    if members.shortcut is None:
+    _, out = rerun_layer(block.layers[-1], last, saved.layers[number - 1])
+    if block.shortcut is None:
         out.add_(x)
     else:
-        out.add_(rerun_layer(members.shortcut, average_pool(members.pool, x), saved.layers[-1])[1])
-    return members.signs.relu_(saved.output, out)
+        out.add_(rerun_layer(block.shortcut, average_pool(block.pool, x), saved.layers[-1])[1])
+    return block.signs.relu_(saved.output, out)
 
 
 def block_backward(
-    members: BlockLayers,
+    block: BlockLayers,
     saved: KeptBlock,
     x: Tensor,
     inside: Inside | None,
@@ -237,7 +237,7 @@ def block_backward(
     """Compute the gradients of a block, given that of the sum that its last ReLU is applied to.
 
     Args:
-        members (BlockLayers): Layers of the block.
+        block (BlockLayers): Layers of the block.
         saved (KeptBlock): What the block saved.
         x (Tensor): Input of the block.
         inside (Inside | None): Maps inside of the block that are known; the rest are recomputed. If ``None``, none
@@ -249,58 +249,58 @@ def block_backward(
     Returns:
         tuple[Tensor | None, list]: Gradient of the input, and what :func:`layer_backward` finds for each layer.
     """
-    own, of_layers, of_shortcut = members.layers, [], None
-    if members.shortcut is not None and members.shortcut.s.process_group is not None:
+    layers, of_layers, of_shortcut = block.layers, [], None
+    if block.shortcut is not None and block.shortcut.s.process_group is not None:
         # Processes communicate in the order in which autograd would: another one may run the block's own code.
-        of_shortcut = _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
-    if type(own[1]) is SplitLayer:
-        needs = own[1].settings.gather(needs)
-    inputs, outputs = rerun_inside(members, saved, x, inside)
+        of_shortcut = _shortcut_backward(block, saved, x, grad, needs[-1], needs_x)
+    if type(layers[1]) is SplitLayer:
+        needs = layers[1].settings.gather(needs)
+    inputs, outputs = rerun_inside(block, saved, x, inside)
     del inside
     inputs.insert(0, x)
     if saved.last is not None:
         inputs.append(saved.last.load(x.dtype))
         outputs.append(saved.last)
-    outputs.append(None if saved.layers[len(own) - 1] is None else own[-1].convolve(inputs[-1]))
+    outputs.append(None if saved.layers[len(layers) - 1] is None else layers[-1].convolve(inputs[-1]))
     inner, split_output = grad, None
-    for i in reversed(range(len(own))):
+    for i in reversed(range(len(layers))):
         source, z = inputs.pop(), outputs.pop()
         if type(z) is KeptMap:
             z = None if saved.layers[i] is None else z.before_norm(inner.dtype)
-        layer, stride = own[i], _NO_STRIDE
+        layer, stride = layers[i], _NO_STRIDE
         if type(layer) is SplitLayer:
             inner, gradients = layer.backward(source, z, split_output, saved.layers[i], inner, needs[i])
             of_layers, split_output = [*gradients, *of_layers], None
             inner = _relu_backward(inner, source, 0)
             continue
-        if i == 0 and members.shortcut is not None:
+        if i == 0 and block.shortcut is not None:
             layer, source, stride = _subsample_input(layer, source)
         inner, gradients = layer_backward(layer, source, z, saved.layers[i], inner, needs[i], needs_x or i > 0)
         of_layers = [gradients, *of_layers]
         if i > 0:
             inner = _relu_backward(inner, source, 0)
-            split_output = source if type(own[i - 1]) is SplitLayer else None
+            split_output = source if type(layers[i - 1]) is SplitLayer else None
         del source, z
-    if members.shortcut is None:
+    if block.shortcut is None:
         return inner.add_(grad) if needs_x else None, of_layers
-    through, gradients = of_shortcut or _shortcut_backward(members, saved, x, grad, needs[-1], needs_x)
+    through, gradients = of_shortcut or _shortcut_backward(block, saved, x, grad, needs[-1], needs_x)
     return _add_subsampled(x, (inner, stride), through) if needs_x else None, [*of_layers, gradients]
 
 
-def _shortcut_backward(members, saved, x, grad, needs, needs_x):
+def _shortcut_backward(block, saved, x, grad, needs, needs_x):
     """Compute the gradients of a shortcut with a convolution and, if the block has one, pooling in front of it.
 
     Returns:
         tuple: Gradient of the input with the stride of its positions, and the gradients of the parameters.
     """
-    layer, own, stride = members.shortcut, saved.layers[-1], _NO_STRIDE
-    if members.pool is None:
+    layer, kept, stride = block.shortcut, saved.layers[-1], _NO_STRIDE
+    if block.pool is None:
         layer, pooled, stride = _subsample_input(layer, x)
     else:
-        pooled = average_pool(members.pool, x)
-    z = None if own is None else layer.convolve(pooled)
-    grad, gradients = layer_backward(layer, pooled, z, own, grad, needs, needs_x)
-    return (average_pool_backward(members.pool, x, grad) if needs_x else None, stride), gradients
+        pooled = average_pool(block.pool, x)
+    z = None if kept is None else layer.convolve(pooled)
+    grad, gradients = layer_backward(layer, pooled, z, kept, grad, needs, needs_x)
+    return (average_pool_backward(block.pool, x, grad) if needs_x else None, stride), gradients
 
 
 def _subsample_input(layer, x):

@@ -138,39 +138,39 @@ class _Chain(torch.autograd.Function):
             layers = layers_of_pass(pairs, True, factors)
             grads = [output.activation_backward(cast(grad, layers[0].s.dtype))]
             del output
-            members = layers_of_blocks(ctx.blocks, layers, SignReader(signs))
-            dx, gradients = _backward(members, source, saved, grads, ctx.needs, ctx.needs_input_grad[2])
+            blocks = layers_of_blocks(ctx.blocks, layers, SignReader(signs))
+            dx, gradients = _backward(blocks, source, saved, grads, ctx.needs, ctx.needs_input_grad[2])
             gradients = parameter_gradients(layers, gradients)
         skipped = [None] * ctx.skipped * len(PARAMETERS)
         return None, None, None if dx is None else cast(dx, ctx.dtype), *skipped, *gradients
 
 
-def _run(members, x):
+def _run(blocks, x):
     """Run the blocks.
 
     Returns:
         tuple[Tensor, KeptMap | None, tuple[KeptBlock, ...]]: Output of the last block and, if a backward pass will
         follow, the saved input and what each block saves.
     """
-    s, signs, given, saved = members[0].layers[0].s, members[0].signs, x, []
+    s, signs, given, saved = blocks[0].layers[0].s, blocks[0].signs, x, []
     x = cast(x, s.dtype)
     source = None if signs is None else keep_input(given, x, s.form.storage)
     if keeps_full_precision(s, x):
         x = given
-    saves_last = not s.form.minimal and (len(members) > 1 or len(members[0].layers) > 2)
-    for n, own in enumerate(members):
+    saves_last = not s.form.minimal and (len(blocks) > 1 or len(blocks[0].layers) > 2)
+    for n, block in enumerate(blocks):
         # A split layer is not recomputed in any form: its output is smaller than the block's input.
-        x, last, numbers, layers = run_block(own, x, saves_last or type(own.layers[1]) is SplitLayer)
-        output = None if signs is None or n + 1 == len(members) else signs.add(x, 'output')
+        x, last, numbers, layers = run_block(block, x, saves_last or type(block.layers[1]) is SplitLayer)
+        output = None if signs is None or n + 1 == len(blocks) else signs.add(x, 'output')
         saved.append(KeptBlock(last, numbers, output, layers))
     return x, source, tuple(saved)
 
 
-def _backward(members, source, saved, grads, needs, needs_x):
+def _backward(blocks, source, saved, grads, needs, needs_x):
     """Run the backward pass of the blocks. What is in a list is freed as soon as it was used.
 
     Args:
-        members (list[BlockLayers]): Layers of the blocks.
+        blocks (list[BlockLayers]): Layers of the blocks.
         source (KeptMap): Input of the first block.
         saved (list[KeptBlock]): What the blocks saved. It is emptied.
         grads (list[Tensor]): Gradient of the last ReLU's input. It is emptied.
@@ -184,28 +184,28 @@ def _backward(members, source, saved, grads, needs, needs_x):
     # Forwards: the inputs of all blocks. Backwards: each block is done, and its input freed.
     grad = grads.pop()
     dtype, inputs, insides, x = grad.dtype, [], [], source.load(grad.dtype)
-    for own, kept_block in zip(members[:-1], saved[:-1], strict=True):
+    for block, kept_block in zip(blocks[:-1], saved[:-1], strict=True):
         # The first input is often the largest. Of one in eight bits the copy is made once more when it is used again.
         inputs.append(x if inputs or source.is_exact else None)
         inside = last = None
         if kept_block.last is None:
-            inside = rerun_inside(own, kept_block, x)
+            inside = rerun_inside(block, kept_block, x)
             last = inside.inputs[-1]
-            if own.shortcut is not None:  # its first maps may be larger than its output, and wait until the end
+            if block.shortcut is not None:  # its first maps may be larger than its output, and wait until the end
                 inside = inside.only_last()
-        x = rerun_output(own, kept_block, x, last)
+        x = rerun_output(block, kept_block, x, last)
         insides.append(inside)
     inputs.append(x)
     insides.append(None)
     del x
     # From here on, what a block recomputes is followed by its gradients, which need the same folded weights.
-    members[0].layers[0].norms.keeps_folded = True
+    blocks[0].layers[0].norms.keeps_folded = True
     of_layers = []
-    for n in reversed(range(len(members))):
+    for n in reversed(range(len(blocks))):
         x, inside = inputs.pop(), insides.pop()
         x = source.load(dtype) if x is None else x
         needed = needs[n], needs_x or n > 0
-        grad, own = block_backward(members[n], saved.pop(), x, inside, grad, *needed)
+        grad, own = block_backward(blocks[n], saved.pop(), x, inside, grad, *needed)
         # x is the output of the previous block's last ReLU, so it is positive where that passes the gradient.
         grad = aten.threshold_backward.default(grad, x, 0) if n > 0 else grad
         of_layers = [*own, *of_layers]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed
 from .common.folded_convolution import convolve, convolve_backward
 from .common.kept_maps import affine
-from .common.map_norms import Statistics, affine_of_norm, centred, normalise, normalise_backward
+from .common.map_norms import Statistics, affine_of_norm, compute_shift, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 
@@ -51,15 +51,15 @@ class Layer(NamedTuple):
         t (ConvNormTensors): Parameters and buffers.
         norms (FixedNorms): The fixed norms of all layers of the pass.
         number (int): Number of the layer among them.
-        parts (tuple[Tensor, Tensor] | None): Those of the factor of its fixed norm, see
-            :meth:`.FixedNorms.parts_in_half`.
+        split_factor (tuple[Tensor, Tensor] | None): In the backward pass in fp16, the factor of its fixed norm, see
+            :meth:`.FixedNorms.split_factors`.
     """
 
     s: ConvNormSettings
     t: ConvNormTensors
     norms: FixedNorms
     number: int
-    parts: tuple[Tensor, Tensor] | None
+    split_factor: tuple[Tensor, Tensor] | None
 
     def convolve(self, x: Tensor) -> Tensor:
         """Run the convolution, and the norm if it is fixed.
@@ -108,9 +108,9 @@ def layers_of_pass(
         backward (bool): Whether it is a backward pass. Default: False.
         factors (Factors | None): Numbers of the fixed norms, if they are known. Default: None.
     """
-    norms, parts, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
+    norms, split, dtype = FixedNorms(pairs, factors), {}, pairs[0][0].dtype
     if backward and dtype is torch.float16 and norms.numbers:
-        parts = norms.parts_in_half()
+        split = norms.split_factors()
     if not backward and dtype is not pairs[0][1].weight.dtype:
         # One launch for all casts. In the backward pass, where memory peaks, each layer's weight is cast as it is used.
         weights = cast_all([t.weight for _, t in pairs], dtype)
@@ -118,7 +118,7 @@ def layers_of_pass(
             (s, t if s.standardise is not None else t._replace(weight=weight))
             for (s, t), weight in zip(pairs, weights, strict=True)
         ]
-    return [Layer(s, t, norms, i, parts[i] if i in parts else None) for i, (s, t) in enumerate(pairs)]
+    return [Layer(s, t, norms, i, split[i] if i in split else None) for i, (s, t) in enumerate(pairs)]
 
 
 def run_layer(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, KeptLayer | None]:
@@ -170,10 +170,10 @@ def layer_backward(
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: See :func:`.convolve_backward`.
     """
-    s, t, norms, number, parts = layer
+    s, t, norms, number, split_factor = layer
     needs = ConvNormGradients(needs_x, *needs, False)
     if saved is None:
-        return convolve_backward(s, t, x, grad, needs, norms if s.norm == 'fixed' else None, number, parts)
+        return convolve_backward(s, t, x, grad, needs, norms if s.norm == 'fixed' else None, number, split_factor)
     grad, weight, bias = normalise_backward(s, t, saved.statistics, saved.extra, z, grad, needs)
     dx, gradients = convolve_backward(s, t, x, grad, needs)
     return dx, dict(gradients, norm_weight=weight, norm_bias=bias)
@@ -232,7 +232,7 @@ def affines_of_norms(layers: list[Layer], saved: list[KeptLayer | None]) -> list
         statistics, tensors = ([of[i] for i in batch] for of in (saved, layers))
         mean, rstd = (torch.cat([x.statistics[n] for x in statistics]) for n in (0, 1))
         scale = cast(rstd, accumulator(rstd)) * torch.cat([x.t.norm_weight for x in tensors])
-        shift = centred(torch.cat([x.t.norm_bias for x in tensors]), cast(mean, accumulator(mean)), scale)
+        shift = compute_shift(torch.cat([x.t.norm_bias for x in tensors]), cast(mean, accumulator(mean)), scale)
         sizes = [x.statistics.mean.shape[0] for x in statistics]
         parts = (torch.split_with_sizes(x.view(1, -1, 1, 1), sizes, 1) for x in (scale, shift))
         for i, *numbers in zip(batch, *parts, strict=True):

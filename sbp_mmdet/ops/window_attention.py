@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common.autograd_function import Form, Operation, gradients_of, in_precision
+from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import add_branch, incoming_rows, normalise
 from .common.layouts import Chunk
-from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiplied, store
+from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiply, store
 from .common.row_sampling import sample_rows
 from .common.token_norm import TokenNorm
 from .window_layout import CollectedRows, window_layout
@@ -137,7 +137,7 @@ def window_attention(settings: WindowSettings, tensors: WindowTensors) -> Tensor
     height, width = settings.size
     if tensors.x.shape[1] != height * width:
         raise ValueError(f'{tensors.x.shape[1]} tokens are no map of {height} x {width}; set size to that of the map')
-    return _window_attention(in_precision(settings, tensors.x), tensors)
+    return _window_attention(with_dtype(settings, tensors.x), tensors)
 
 
 def _forward(settings, tensors, needs):
@@ -234,7 +234,7 @@ class _Layers(NamedTuple):
         weight, bias, scale, scales = t.qkv_weight, t.qkv_bias, settings.scale, None
         if settings.dtype not in FULL:
             scale, scales = 1.0, _qkv_scales(scale, len(weight), norm.full, weight.device)
-            weight = multiplied(weight, scales[:, None], settings.dtype)
+            weight = multiply(weight, scales[:, None], settings.dtype)
             bias = None if bias is None else bias * scales
         given = (weight, t.proj_weight, t.proj_bias) if bias is None else (weight, t.proj_weight, t.proj_bias, bias)
         weight, *projection = cast_all(given, settings.dtype)

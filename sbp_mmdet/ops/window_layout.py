@@ -62,13 +62,16 @@ class WindowLayout(NamedTuple):
 # Two for each stage and size of images. One takes 3 MB for the largest size, and making it dozens of launches.
 @functools.lru_cache(maxsize=64)
 def window_layout(size: tuple[int, int], side: int, shift: int, device: torch.device) -> WindowLayout:
-    """Return the order of the tokens of a map.
+    """Return the order of a map's tokens in which those of a window follow each other.
 
     Args:
         size (tuple[int, int]): Height and width of the map.
         side (int): Side of a window.
         shift (int): Number of tokens by which windows are shifted.
         device (torch.device): Device of the order.
+
+    Returns:
+        WindowLayout: The order, and which windows have padding or tokens from opposite sides of the map.
     """
     height, width = size
     tokens = height * width

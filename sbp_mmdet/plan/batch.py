@@ -24,6 +24,8 @@ _BOX_SIDES = (0.02, 0.6)
 LEAST_SIDE = 4  # of a box, in pixels
 # Number of classes in a semantic map besides those of boxes.
 _STUFF = 10
+# Proposals of a trained RPN near each box (at most half of all), and predictions that are assigned to a box.
+_PER_BOX = 8
 
 
 def build_batch(
@@ -141,16 +143,16 @@ def _draw_ellipses(bboxes, height, width):
     return masks
 
 
-def _draw_proposals(rng, truth, number, height, width, per_box=8):
-    """Return proposals, of which at most half lie near the ground truth, ``per_box`` for each box."""
-    near = truth[np.arange(min(per_box * len(truth), number // 2)) % max(len(truth), 1)]
+def _draw_proposals(rng, truth, number, height, width):
+    """Return proposals, of which at most half lie near the ground truth, :data:`_PER_BOX` for each box."""
+    near = truth[np.arange(min(_PER_BOX * len(truth), number // 2)) % max(len(truth), 1)]
     near = near + rng.uniform(-0.05, 0.05, near.shape) * np.tile(near[:, 2:] - near[:, :2], 2)
     others = _draw_boxes(rng, number - len(near), height, width)
     boxes = torch.from_numpy(np.concatenate([near, others]).astype(np.float32))
     return InstanceData(bboxes=boxes, scores=torch.zeros(number), labels=torch.zeros(number, dtype=torch.long))
 
 
-def _move_boxes(rng, truth, number, height, width, per_box=8):
+def _move_boxes(rng, truth, number, height, width):
     """Return proposals as :func:`_draw_proposals` does, for boxes of another kind: true boxes that are moved.
 
     Args:
@@ -160,9 +162,8 @@ def _move_boxes(rng, truth, number, height, width, per_box=8):
         number (int): Number of proposals.
         height (int): Height of the image.
         width (int): Width of the image.
-        per_box (int): Number of proposals near each box. Default: 8.
     """
-    near = min(per_box * len(truth), number // 2)
+    near = min(_PER_BOX * len(truth), number // 2)
     boxes = np.resize(truth, (number, truth.shape[1])) if len(truth) else np.zeros((number, truth.shape[1]))
     points = boxes.reshape(number, -1, 2) if truth.shape[1] % 2 == 0 else boxes[:, None, :2]
     sides = np.ptp(points, axis=1) if points.shape[1] > 1 else boxes[:, 2:4]
@@ -197,25 +198,22 @@ def at_the_first_step() -> Iterator[None]:
             info.pop(key)
 
 
-def as_if_trained(detector: nn.Module, per_box: int = 8, seed: int = 0) -> None:
+def as_if_trained(detector: nn.Module) -> None:
     """Make an untrained detector find as many objects as a trained one.
 
     An untrained RPN finds next to nothing, so RoI heads would get fewer positive samples, and mask heads would save
     less, than in all but the first steps of a training. Its proposals are replaced by boxes of which some lie near the
     ground truth. RTMDet's heads assign the more predictions to a box the better they are, and RTMDet-Ins has a mask for
-    each of them, so a fixed number is assigned.
+    each of them, so :data:`_PER_BOX` predictions are assigned to each box.
 
     Args:
         detector (nn.Module): A detector, changed in place. Without an RPN or such a head it is left unchanged.
-        per_box (int): Number of proposals near each box (at most half of all), and of predictions assigned to it.
-            Default: 8.
-        seed (int): Seed of places and sizes of the proposals. Default: 0.
     """
     for owner, method in _methods_that_find(detector):
         if method == 'loss_and_predict':
-            _find_near_the_truth(owner, per_box, seed)
+            _find_near_the_truth(owner)
         else:
-            owner.dynamic_k_matching = functools.partial(_assign_cheapest, owner.dynamic_k_matching, per_box)
+            owner.dynamic_k_matching = functools.partial(_assign_cheapest, owner.dynamic_k_matching)
 
 
 def _methods_that_find(detector):
@@ -248,13 +246,12 @@ def while_as_if_trained(detector: nn.Module) -> Iterator[None]:
                 vars(owner)[method] = own
 
 
-def _assign_cheapest(original, per_box, cost, ious, *args):
-    """Run the assigner's matching with IoUs that make it assign the ``per_box`` cheapest predictions to each box.
+def _assign_cheapest(original, cost, ious, *args):
+    """Run the assigner's matching with IoUs that make it assign the :data:`_PER_BOX` cheapest predictions to a box.
 
     Args:
         original (Callable): The assigner's own ``dynamic_k_matching``, which assigns to a box as many predictions as
             the sum of its largest IoUs.
-        per_box (int): Number of predictions of each box.
         cost (Tensor): Cost of each prediction and box, shape (predictions, boxes).
         ious (Tensor): IoUs of the untrained predictions, of which only the shape is used.
         *args: Further arguments of ``original``.
@@ -263,24 +260,25 @@ def _assign_cheapest(original, per_box, cost, ious, *args):
         tuple: Result of ``original``.
     """
     cheapest = cost.topk(min(13, len(cost)), 0, largest=False).indices
-    per_box = min(per_box, len(cheapest))  # of a small image, as many as there are
-    return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, (per_box + 0.5) / len(cheapest)), *args)
+    number = min(_PER_BOX, len(cheapest))  # of a small image, as many as there are
+    return original(cost, torch.zeros_like(ious).scatter_(0, cheapest, (number + 0.5) / len(cheapest)), *args)
 
 
-def _find_near_the_truth(rpn, per_box, seed):
+def _find_near_the_truth(rpn):
+    """Replace the proposals of an RPN by boxes of which some lie near the ground truth."""
     original = rpn.loss_and_predict
 
     def loss_and_predict(x, batch_data_samples, *args, **kwargs):
         losses, results = original(x, batch_data_samples, *args, **kwargs)
         if any('features' in result for result in results):  # learnt proposals (Sparse R-CNN), whose number is fixed
             return losses, results
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         total = (kwargs.get('proposal_cfg') or {}).get('max_per_img')
         proposals = []
         for sample, result in zip(batch_data_samples, results, strict=True):
             truth = _converted(sample.gt_instances.bboxes, result.bboxes).cpu().numpy()
             draw = _draw_proposals if truth.shape[1] == 4 else _move_boxes
-            drawn = draw(rng, truth, total or len(result), *sample.img_shape[:2], per_box).to(result.bboxes.device)
+            drawn = draw(rng, truth, total or len(result), *sample.img_shape[:2]).to(result.bboxes.device)
             if isinstance(result.bboxes, BaseBoxes):
                 drawn.bboxes = type(result.bboxes)(drawn.bboxes)
             proposals.append(drawn)

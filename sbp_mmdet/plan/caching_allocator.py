@@ -17,6 +17,7 @@ _LARGEST_SMALL = _MIB  # blocks up to this size come from small segments, larger
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB  # a block of at least this size gets a segment of its own size, in multiples of 2 MiB
 _LARGEST_WASTE = _MIB  # if more than this is left of a large block, the rest is cut off
+_WITHIN = 0.005  # relative error by which the result of `least_capacity` may be too large
 
 
 class OutOfMemory(MemoryError):
@@ -324,7 +325,6 @@ def least_capacity(
     held: Sequence[int],
     steps: Sequence[Sequence[tuple[int, int]]],
     expandable: bool = False,
-    within: float = 0.005,
     unlimited: CachingAllocator | None = None,
 ) -> int:
     """Return the least capacity with which steps run, if cached segments are given back when memory runs out.
@@ -333,16 +333,15 @@ def least_capacity(
         held (Sequence[int]): See :func:`replay`.
         steps (Sequence[Sequence[tuple[int, int]]]): See :func:`replay`.
         expandable (bool): See :class:`CachingAllocator`. Default: False.
-        within (float): Relative error by which the answer may be too large. Default: 0.005.
         unlimited (CachingAllocator | None): Result of the steps without a limit. If ``None``, they are replayed.
             Default: None.
 
     Returns:
-        int: The capacity, in bytes.
+        int: The capacity, in bytes, up to half a percent too large.
     """
     unlimited = unlimited or replay(CachingAllocator(expandable=expandable), held, steps)
     low, high = unlimited.most_allocated, unlimited.most_reserved
-    while high - low > within * low:
+    while high - low > _WITHIN * low:
         middle = (low + high) // 2
         try:
             replay(CachingAllocator(middle, expandable), held, steps)

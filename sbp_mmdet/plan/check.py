@@ -32,12 +32,12 @@ def _run_check(name, probe):
     return True
 
 
-def _torch():
+def _describe_torch():
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f'{torch.__version__}, Python {platform.python_version()}, GPU: {", ".join(gpus) or "none, runs on the CPU"}'
 
 
-def _stack():
+def _describe_stack():
     names, lines = packages_distributions(), []
     for module in ('mmengine', 'mmcv', 'mmdet'):
         distributions = sorted(set(names.get(module, ())))
@@ -47,7 +47,7 @@ def _stack():
     return ', '.join(lines)
 
 
-def _operators():
+def _check_operators():
     ops = importlib.import_module('mmcv.ops')
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 3.9]], device=device)
@@ -55,14 +55,14 @@ def _operators():
     return f'nms on {device} keeps {kept} of 2 boxes'
 
 
-def _registered():
+def _check_registries():
     names = [(HOOKS, 'LeanHook'), (MODELS, 'SBPConvNeXt'), (MODELS, 'SBPSwinTransformer'), (MODELS, 'SBPViT')]
     if missing := [name for registry, name in names if registry.get(name) is None]:
         raise LookupError(f"mmdet's registries lack {', '.join(missing)}; reinstall sbp_mmdet")
     return f'{sbp_mmdet.__version__}, mmdet knows {", ".join(name for _, name in names)}'
 
 
-def _step():
+def _check_step():
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     torch.manual_seed(0)
     model = sbp_mmdet.SBPConvNeXt('atto', layer_scale_init_value=1.0, gap_before_final_norm=False).to(device).train()
@@ -75,4 +75,10 @@ def _step():
     return f'on {device}: {findings}, {stored["now"] / 1e6:.1f} MB stored instead of {stored["before"] / 1e6:.1f} MB'
 
 
-_LOOKS = dict(torch=_torch, stack=_stack, operators=_operators, sbp_mmdet=_registered, verify=_step)
+_LOOKS = dict(
+    torch=_describe_torch,
+    stack=_describe_stack,
+    operators=_check_operators,
+    sbp_mmdet=_check_registries,
+    verify=_check_step,
+)

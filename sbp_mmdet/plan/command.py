@@ -188,7 +188,7 @@ def _check_plan(args):
 
 
 def _plan(args, config):
-    budget, size = args.budget, args.size
+    budget = args.budget
     refuse_strategies(args.config, config)
     refuse_uncounted_models(args.config, config)
     if not isinstance(config.optim_wrapper.get('optimizer'), dict):
@@ -199,8 +199,8 @@ def _plan(args, config):
         )
     refuse_wrapped_detectors(args.config, config)
     if args.batch == 'max':
-        return _plan_batches(args, config, budget, size)
-    inputs = _find_inputs(args, config, args.batch, size)
+        return _plan_batches(args, config)
+    inputs = _find_inputs(args, config, args.batch)
     args.boxes = _count_boxes(args, inputs, inputs.batch)
     batch_shape = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=args.boxes)
     batch_shape.update(usual=inputs.usual, channels=inputs.channels)
@@ -209,27 +209,18 @@ def _plan(args, config):
             f'Nothing fits into {format_gib(budget)}: CUDA takes {format_gib(WORKSPACES + CONTEXT)} with any model. '
             'Give the memory of a larger GPU, such as --budget 8GiB'
         )
-    try:
+    with _explain_failures(args, config):
         options = dict(eight_bit=args.adamw8bit, failed=functools.partial(_warn_of_failure, args, config))
         rows = count_variants(config, budget, batch_shape, ddp=args.gpus > 1, **options)
-    except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
-        raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
-    finally:
-        end_progress()
     best = choose_row(rows)
     unchanged = best is not None and best.variant == 'none' and is_plain(config) and not needs_mmpretrain(config)
     lines = '' if best is None else snippet(config, OWN if unchanged else best.variant)
-    if args.json:
-        _print_json(args, budget, inputs, rows, best, lines)
-    else:
-        print(format_plan(args, config, inputs, budget, rows, best, lines))
-    if best is None:
-        raise SystemExit(1)
+    _print_answer(args, config, inputs, rows, best, lines, format_plan)
 
 
-def _find_inputs(args, config, batch, size):
+def _find_inputs(args, config, batch):
     """Return the largest batch; its source says where the number of boxes comes from."""
-    inputs = find_training_inputs(config, batch, size, processes=args.gpus, count_boxes=args.boxes is None)
+    inputs = find_training_inputs(config, batch, args.size, processes=args.gpus, count_boxes=args.boxes is None)
     if args.boxes is not None:
         room = (inputs.height // LEAST_SIDE) * (inputs.width // LEAST_SIDE)
         if args.boxes > room:
@@ -248,8 +239,8 @@ def _count_boxes(args, inputs, images):
     return count_crowded_boxes(images) if boxes is None else boxes
 
 
-def _plan_batches(args, config, budget, size):
-    inputs, base = _find_inputs(args, config, None, size), plain(config)
+def _plan_batches(args, config):
+    inputs, base = _find_inputs(args, config, None), plain(config)
 
     def measure(variant, images):
         boxes = _count_boxes(args, inputs, images)
@@ -257,21 +248,33 @@ def _plan_batches(args, config, budget, size):
         batch_shape.update(channels=inputs.channels, expandable=False)
         return count_step(base, variant, batch_shape, f'{variant}, {images} images')
 
-    try:
+    with _explain_failures(args, config):
         presets = list_presets(base)
         options = dict(found=_print_result, failed=functools.partial(_warn_of_failure, args, config))
-        rows = find_largest_batches(base, budget, measure, presets, gpus=args.gpus, **options)
+        rows = find_largest_batches(base, args.budget, measure, presets, gpus=args.gpus, **options)
+    exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
+    best = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
+    lines = '' if best is None else snippet(config, best.variant, best.images)
+    _print_answer(args, config, inputs, rows, best, lines, format_batches)
+
+
+@contextlib.contextmanager
+def _explain_failures(args, config):
+    """Raise what a counted step raises as an error that names the config, and end the line of the progress."""
+    try:
+        yield
     except Exception as error:  # whatever a model's own code raises where it cannot do with our batch or device
         raise bad_input(args.config, 'a training step cannot be run here', error, config, made_up=True) from error
     finally:
         end_progress()
-    exact = [row for row in rows if row.images and row.gradients == 'exact' and row.variant != 'with_cp']
-    best = max(exact or [row for row in rows if row.images], key=lambda row: row.images, default=None)
-    lines = '' if best is None else snippet(config, best.variant, best.images)
+
+
+def _print_answer(args, config, inputs, rows, best, lines, format_page):
+    """Print the answer as a page or as JSON, and end with status 1 if nothing fits."""
     if args.json:
-        _print_json(args, budget, inputs, rows, best, lines)
+        _print_json(args, args.budget, inputs, rows, best, lines)
     else:
-        print(format_batches(args, config, inputs, budget, rows, best, lines))
+        print(format_page(args, config, inputs, args.budget, rows, best, lines))
     if best is None:
         raise SystemExit(1)
 

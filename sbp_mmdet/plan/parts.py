@@ -56,7 +56,7 @@ def _located(patterns: Sequence[tuple[str, str]], name: str) -> str | None:
 def _modules_outside(model):
     """Yield names and modules that a model holds outside of its tree, as plain attributes or in a list of them.
 
-    So do mmdet's detectors that are trained by distillation hold their teacher, which has no gradients.
+    mmdet's detectors that are trained by distillation hold their teacher in this way.
     """
     seen = {*model.modules()}
     for prefix, owner in [*model.named_modules()]:

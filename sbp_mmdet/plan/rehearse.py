@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..presets import refuse_unknown_keys
 from ..resume import refuse_empty_loader
-from ..surgery import unwrapped
+from ..surgery import unwrap
 from ..verify.dry_run import NoUpdate
 from ..verify.first_pass import verification_off
 from .restored import restored_state
@@ -30,7 +30,7 @@ _DIGITS = 1.001  # a budget is given with few digits, so a need that exceeds it 
 
 
 class DoesNotFit(RuntimeError):
-    """Error of a largest batch that needs more memory than there is."""
+    """The largest batch needs more memory than there is."""
 
 
 @HOOKS.register_module()
@@ -80,7 +80,7 @@ class RehearseHook(Hook):
         refuse_empty_loader(runner.train_dataloader)
         budget = _get_gpu_memory(runner.model) if self.budget is None else parse_bytes(self.budget)
         batch, batch_shape = build_largest_batch(runner)
-        model = unwrapped(runner.model)
+        model = unwrap(runner.model)
         # An untrained RPN finds next to nothing; in all but the first steps heads get more than that.
         with restored_state(model), verification_off(), while_as_if_trained(model):
             peak = _measure_training_peak(runner, batch, batch_shape)
@@ -95,7 +95,7 @@ class RehearseHook(Hook):
             )
         message = f'RehearseHook: the largest batch, {size}, needs {format_gib(peak)}'
         message += ': it fits' if budget else ' here; no budget was given'
-        with restored_state(unwrapped(runner.model)):
+        with restored_state(unwrap(runner.model)):
             validations = build_largest_validation(runner) if budget else None
             peaks = [(measure_validation_peak(runner, one), description) for one, description in validations or ()]
         if validations:
@@ -275,7 +275,7 @@ def measure_validation_peak(runner, batch: dict) -> int | None:
     Returns:
         int | None: Number of bytes, or ``None`` if out of memory.
     """
-    model = unwrapped(runner.model)
+    model = unwrap(runner.model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -62,7 +62,7 @@ class Batches(NamedTuple):
         return max(self.largest.values(), key=lambda one: one.images * one.height * one.width)
 
 
-def draw_batches(samples: Samples, config: Config, dataset, batch: int, processes: int = 1) -> Batches:
+def draw_batches(samples: Samples, config: Config, dataset, batch: int, processes: int) -> Batches:
     """Draw batches as the config's sampler groups images, and return the largest, a rare and the usual one.
 
     The largest one is at least as large as the one that is expected once in the training, see :mod:`.rare_sizes`.
@@ -73,7 +73,7 @@ def draw_batches(samples: Samples, config: Config, dataset, batch: int, processe
         config (Config): Config of the detector.
         dataset: The train data set, of which the samples are.
         batch (int): Number of images of a batch.
-        processes (int): Number of processes of the training, among which images are distributed at random. Default: 1.
+        processes (int): Number of processes of the training, among which images are distributed at random.
 
     Returns:
         Batches: The batches.

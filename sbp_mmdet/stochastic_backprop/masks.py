@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = [
     'SAMPLERS',
     'Positions',
-    'draw_seed',
+    'derive_seed',
     'format_keep_ratio',
     'grid_positions',
     'level_positions',
@@ -103,11 +103,11 @@ def mask_generator(seed: int, rank: int, step: int, repeat: int = 0, purpose: st
     Returns:
         torch.Generator: The generator.
     """
-    return torch.Generator('cpu').manual_seed(draw_seed(seed, rank, step, repeat, purpose))
+    return torch.Generator('cpu').manual_seed(derive_seed(seed, rank, step, repeat, purpose))
 
 
-def draw_seed(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> int:
-    """Return the seed of :func:`mask_generator` of the same arguments: a hash, so it is random itself, below 2**63.
+def derive_seed(seed: int, rank: int, step: int, repeat: int = 0, purpose: str = '') -> int:
+    """Return the seed of :func:`mask_generator`, whose arguments these are: a hash of them, evenly spread below 2**63.
 
     Raises:
         RuntimeError: If a CUDA graph is captured. Draws are made on the host, and are no part of a graph: each replay

@@ -202,7 +202,7 @@ class TokenDraws:
 
 
 class StepDraws:
-    """Draws of the forward passes of a backbone.
+    """The random draws of a backbone: in each forward pass, the kept positions of its layers, and the kept images.
 
     Args:
         stages (ThinnedStages): The layers of the backbone.

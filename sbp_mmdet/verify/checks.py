@@ -10,7 +10,7 @@ from mmengine.dist import all_reduce, get_world_size
 from torch import Tensor, nn
 
 from ..adapters import LeanModule, adapter_of
-from ..adapters.bound import runs_reference
+from ..adapters.bound import lacks_reference
 from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart, give_parts_back
 from ..checkpointing import Checkpointed
 from ..ops.common.precision import autocast_dtype
@@ -21,8 +21,8 @@ from .dry_run import CannotCopy, hookless_copy, restored_parameters, without_sid
 from .eight_bits import check_eight_bits
 from .findings import Findings, Kind
 from .fixed_draws import as_reference, dropped_images, with_fixed_draws, with_fixed_images
-from .kinds import described, settings_of
-from .module_run import SavedTensors, bridge, cotangent, floating, run_module
+from .kinds import describe_tensors, settings_of
+from .module_run import SavedTensors, bridge, cotangent, find_floating, run_module
 from .parts_of_inputs import first_part
 from .random_parts import Disagreement
 from .saved_bytes import SavedBytes, note_calls
@@ -117,13 +117,13 @@ def _find_leading_frozen(modules):
 
 @dataclasses.dataclass
 class _Classes:
-    """Classes that a module of the verified copy switches between, and its :class:`.adapters.Place`."""
+    """Classes that a module of the verified copy switches between, and its :class:`.adapters.LeanState`."""
 
     lean: type
     own: type
     bridged: type
     watched: type
-    place: object
+    state: object
 
 
 class _Watch:
@@ -166,7 +166,7 @@ class _Watch:
         def note(args, kwargs, out):
             if any(outer is not part for outer in self.around):
                 return
-            everything = frozenset(range(len(floating((args, kwargs)))))
+            everything = frozenset(range(len(find_floating((args, kwargs)))))
             stored = {} if lean else self._count_own_code(part, args, kwargs)
             if lean or stored:
                 stored['now'] = SavedTensors(0, everything, frozenset())
@@ -183,14 +183,14 @@ class _Watch:
         try:
             for key in ('before', 'with_cp') if blocks else ('before',):
                 bridged = blocks if key == 'with_cp' else ()  # these are counted one by one
-                with self._switched(module, False, bridged, lambda place: place):
+                with self._switched(module, False, bridged, lambda state: state):
                     stored[key] = run_module(module, args, kwargs, cotangent, backward=False).stored
         except Exception:  # noqa: BLE001  the real step will raise it
             return {}
         return stored
 
     def _prepare(self, module):
-        place = module._lean
+        state = module._lean
         vars(module).pop('forward', None)  # an adapter leaves only fairscale's forward, which checkpoints
         mix_out(module, Checkpointed)
         lean = module.__class__
@@ -201,7 +201,7 @@ class _Watch:
         if id(module) in self.names:
             mix_in(module, _Watched)
             vars(module)['_watch'] = lambda *call: self._run_call(module, *call)
-        self.classes[id(module)] = _Classes(lean, own, bridged, module.__class__, place)
+        self.classes[id(module)] = _Classes(lean, own, bridged, module.__class__, state)
 
     def _run_call(self, module, forward, args, kwargs):
         if torch.is_grad_enabled():
@@ -242,13 +242,19 @@ class _Watch:
     def _find_kind(self, module, args, kwargs):
         """Return the kind of a call. A new kind is compared first."""
         name, classes = self.names[id(module)], self.classes[id(module)]
-        settings = settings_of(module, classes.place)
-        key = (name if self.every else '', classes.lean, settings, self._is_in_chain(), described((args, kwargs)))
+        settings = settings_of(module, classes.state)
+        key = (
+            name if self.every else '',
+            classes.lean,
+            settings,
+            self._is_in_chain(),
+            describe_tensors((args, kwargs)),
+        )
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = Kind(classes.own.__name__, checkpointed=classes.lean.checkpointed)
             self.findings.kinds.append(kind)
-            self.findings.autocast |= any(autocast_dtype(x) is not None for x in floating((args, kwargs)))
+            self.findings.autocast |= any(autocast_dtype(x) is not None for x in find_floating((args, kwargs)))
             start = time.perf_counter()
             try:
                 self._compare(kind, module, args, kwargs)
@@ -262,9 +268,9 @@ class _Watch:
 
     def _compare(self, kind, module, args, kwargs):
         classes, bridged = self.classes[id(module)], self._find_bridged(module)
-        place, thin = classes.place, lambda grad: classes.lean.thin_gradient(module, grad)
+        state, thin = classes.state, lambda grad: classes.lean.thin_gradient(module, grad)
 
-        def make_side(lean, change=lambda place: place):
+        def make_side(lean, change=lambda state: state):
             return Side(module, lambda: self._switched(module, lean, bridged, change), thin=thin)
 
         part = first_part(args, kwargs)
@@ -280,31 +286,31 @@ class _Watch:
             kind.outputs = max(kind.outputs, relative_difference(runs[1].outputs, runs[0].outputs))
             return dict(before=runs[0].stored, now=runs[1].stored)
 
-        form = place.settings.preset.form
+        form = state.settings.preset.form
         slack = 0.0
         if form.storage == 'int8':
-            slack, maps = _EIGHT_BITS, [x for x in floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
+            slack, maps = _EIGHT_BITS, [x for x in find_floating((args, kwargs)) if x.dim() >= 3 and x.numel()]
             for x in sorted(maps, key=Tensor.numel)[-1:]:
                 check_eight_bits(x)
-        whole = make_side(True, lambda place: place._replace(draws=None, row_draws=None))
+        whole = make_side(True, lambda state: state._replace(draws=None, row_draws=None))
         kind.stored = compare_sides(make_side(False), whole, slack=slack)
         if classes.lean.runs_blocks and not self.around:
             kind.stored = self._count_own_code(module, args, kwargs) | kind.stored
-        if place.row_draws is not None:
+        if state.row_draws is not None:
             # Weight gradients are estimates; the operation was compared without a sample above.
-            sampled = make_side(True, lambda place: place._replace(draws=None))
+            sampled = make_side(True, lambda state: state._replace(draws=None))
             kind.stored['now'] = compare_sides(make_side(False), sampled, lambda name: name.startswith('input '))['now']
-        ratio = place.draws is not None and place.draws.ratio(place.layer)
+        ratio = state.draws is not None and state.draws.ratio(state.layer)
         if ratio and ratio < 1 and form.implementation == 'fused':
             thinned = make_side(True, with_fixed_draws)
-            own = make_side(True, lambda place: with_fixed_draws(as_reference(place)))
+            own = make_side(True, lambda state: with_fixed_draws(as_reference(state)))
             # Modules that draw their own tokens have no reference form; outputs are compared with their own code.
-            tokens = isinstance(place.draws, TokenDraws)
+            tokens = isinstance(state.draws, TokenDraws)
             kind.stored['now'] = compare_sides(
                 make_side(False) if tokens else own, thinned, lambda name: not tokens, slack
             )['now']
-        drops = any(getattr(part.drop, 'drop_prob', 0) for part in place.bound.parts.values())
-        if isinstance(place.draws, StepDraws) and place.settings.skip_dropped_images and drops:
+        drops = any(getattr(part.drop, 'drop_prob', 0) for part in state.bound.parts.values())
+        if isinstance(state.draws, StepDraws) and state.settings.skip_dropped_images and drops:
             compare_sides(
                 Side(module, lambda: self._with_dropped_images(module, bridged)),
                 make_side(True, with_fixed_images),
@@ -314,8 +320,8 @@ class _Watch:
     @contextlib.contextmanager
     def _with_dropped_images(self, module, bridged):
         with (
-            self._switched(module, False, bridged, lambda place: place),
-            dropped_images(self.classes[id(module)].place),
+            self._switched(module, False, bridged, lambda state: state),
+            dropped_images(self.classes[id(module)].state),
         ):
             yield
 
@@ -337,14 +343,14 @@ class _Watch:
             if id(m) in bridged:
                 m.__class__ = classes.bridged
             else:
-                m._lean = change(classes.place)
-                own = not lean or runs_reference(classes.lean, m._lean.settings.preset.form)
+                m._lean = change(classes.state)
+                own = not lean or lacks_reference(classes.lean, m._lean.settings.preset.form)
                 m.__class__ = classes.own if own else classes.lean
         try:
             yield
         finally:
             for m, classes in inside:
-                m.__class__, m._lean = classes.watched, classes.place
+                m.__class__, m._lean = classes.watched, classes.state
 
     def _find_bridged(self, module):
         """Return the changed modules inside a module with blocks, which are compared one by one to save memory."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..ops.common.precision import autocast_dtype
 from .dry_run import random_state_restorer
-from .module_run import Run, cotangent, floating, norm, run_module
+from .module_run import Run, cotangent, find_floating, norm, run_module
 from .random_parts import Disagreement, RandomParts, check_derivative
 
 __all__ = ['Side', 'compare', 'relative_difference']
@@ -64,15 +64,15 @@ class Side:
             return run_module(self.module, args, kwargs, gradient, dtype, backward=self.backward)
 
 
-def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None = None) -> tuple[float, float]:
+def _tolerance_of(module: nn.Module, inputs, dtype: torch.dtype | None) -> tuple[float, float]:
     """Return the relative differences of outputs and of gradients that rounding explains.
 
     Args:
         module (nn.Module): The module.
         inputs: Arguments of the module, nested.
-        dtype (torch.dtype | None): Precision of the module, see :func:`.run_module`. Default: None.
+        dtype (torch.dtype | None): Precision of the module, see :func:`.run_module`.
     """
-    dtypes = [autocast_dtype(x) or x.dtype for x in floating(inputs)] or [p.dtype for p in module.parameters()]
+    dtypes = [autocast_dtype(x) or x.dtype for x in find_floating(inputs)] or [p.dtype for p in module.parameters()]
     dtypes = [dtype] if dtype else dtypes
     return max((_ROUNDING.get(dtype, _ROUNDING[torch.bfloat16]) for dtype in dtypes), default=(0.0, 0.0))
 
@@ -263,7 +263,7 @@ class _PreciseComparison:
 
     def _exact(self, args, kwargs, put_back):
         """Return the results of the own code in a higher precision, or ``None`` if it does not run in one."""
-        dtypes = {self.dtype} if self.dtype else {autocast_dtype(x) or x.dtype for x in floating((args, kwargs))}
+        dtypes = {self.dtype} if self.dtype else {autocast_dtype(x) or x.dtype for x in find_floating((args, kwargs))}
         half = bool(dtypes & _HALF)
         full = torch.float32 if half else torch.float64
         try:

@@ -114,7 +114,7 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
     reasons = {}
     for name, module in _lean_modules(model, report).items():
         before = module._lean.bound
-        if before.reason or before.reference or before.bypassed.unchanged(module):
+        if before.reason or before.lacks_reference or before.bypassed.unchanged(module):
             continue
         bound = module.rebind(warns=False)
         new = [reason for _, reason in bound.left if reason not in {known for _, known in before.left}]
@@ -192,11 +192,11 @@ def conclude(model: nn.Module, report, settings: Settings, findings: Findings, w
 
 def _fall_back(module):
     """Restore a module's own code, and forget its keep ratio."""
-    place = module._lean
-    if isinstance(place.draws, StepDraws):
-        stages = place.draws.stages
-        stages.layers.pop(place.layer, None)
-        stages.ratios.pop(place.layer, None)
+    state = module._lean
+    if isinstance(state.draws, StepDraws):
+        stages = state.draws.stages
+        stages.layers.pop(state.layer, None)
+        stages.ratios.pop(state.layer, None)
     release(module)
 
 

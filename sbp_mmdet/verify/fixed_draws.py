@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..adapters import Place
+from ..adapters import LeanState
 from ..presets import PRESETS
 from ..stochastic_backprop.masks import Positions
 from ..stochastic_backprop.step_draws import StepDraws, TokenDraws
@@ -70,23 +70,23 @@ class FixedImages(FixedDraws):
         """Return ``None``: all heads are kept."""
 
 
-def with_fixed_images(place: Place) -> Place:
-    """Return the place of a changed module with every other image dropped.
+def with_fixed_images(state: LeanState) -> LeanState:
+    """Return the state of a changed module with every other image dropped.
 
     Args:
-        place (Place): The place of the module.
+        state (LeanState): State of the module.
     """
-    return place._replace(draws=FixedImages(place.draws, place.layer), row_draws=None)
+    return state._replace(draws=FixedImages(state.draws, state.layer), row_draws=None)
 
 
 @contextlib.contextmanager
-def dropped_images(place: Place) -> Iterator[None]:
+def dropped_images(state: LeanState) -> Iterator[None]:
     """Let the stochastic depth of a module's own code drop every other image, within the context.
 
     Args:
-        place (Place): The place of the module.
+        state (LeanState): State of the module.
     """
-    drops = [part.drop for part in place.bound.parts.values() if getattr(part.drop, 'drop_prob', 0)]
+    drops = [part.drop for part in state.bound.parts.values() if getattr(part.drop, 'drop_prob', 0)]
     for drop in drops:
         drop.forward = functools.partial(_drop_every_other, drop)
     try:
@@ -103,21 +103,21 @@ def _drop_every_other(drop, x):
     return x * kept / (1 - drop.drop_prob)
 
 
-def with_fixed_draws(place: Place) -> Place:
-    """Return the place of a changed module with :class:`FixedDraws` and without a sample of the rows.
+def with_fixed_draws(state: LeanState) -> LeanState:
+    """Return the state of a changed module with :class:`FixedDraws` and without a sample of the rows.
 
     Args:
-        place (Place): The place of the module.
+        state (LeanState): State of the module.
     """
-    ratio = place.draws is not None and place.draws.ratio(place.layer)
-    draws = FixedDraws(place.draws, place.layer) if ratio and ratio < 1 else None
-    return place._replace(draws=draws, row_draws=None)
+    ratio = state.draws is not None and state.draws.ratio(state.layer)
+    draws = FixedDraws(state.draws, state.layer) if ratio and ratio < 1 else None
+    return state._replace(draws=draws, row_draws=None)
 
 
-def as_reference(place: Place) -> Place:
-    """Return the place of a changed module with the preset ``reference``, Algorithm 1 in plain autograd.
+def as_reference(state: LeanState) -> LeanState:
+    """Return the state of a changed module with the preset ``reference``, Algorithm 1 in plain autograd.
 
     Args:
-        place (Place): The place of the module.
+        state (LeanState): State of the module.
     """
-    return place._replace(settings=dataclasses.replace(place.settings, preset=PRESETS['reference']))
+    return state._replace(settings=dataclasses.replace(state.settings, preset=PRESETS['reference']))

@@ -4,22 +4,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..adapters import Place
+from ..adapters import LeanState
 
-__all__ = ['described', 'settings_of']
+__all__ = ['describe_tensors', 'settings_of']
 
 
-def settings_of(module: nn.Module, place: Place) -> tuple:
+def settings_of(module: nn.Module, state: LeanState) -> tuple:
     """Return the settings that distinguish modules of a class, without weights, names and rates of stochastic depth.
 
     Args:
         module (nn.Module): A changed module.
-        place (Place): Its place, with its preset and keep ratio.
+        state (LeanState): Its state, with its preset and keep ratio.
 
     Returns:
         tuple: Settings of the module and of all modules inside it, as a hashable value.
     """
-    values = [place.settings.preset.name, place.draws is not None and place.draws.ratio(place.layer)]
+    values = [state.settings.preset.name, state.draws is not None and state.draws.ratio(state.layer)]
     for m in module.modules():
         own = [
             (key, _plain(key, value)) for key, value in sorted(vars(m).items()) if key[0] != '_' and _is_plain(value)
@@ -39,7 +39,7 @@ def _is_plain(value):
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def described(tree) -> tuple:
+def describe_tensors(tree) -> tuple:
     """Return shapes, precisions and layouts of nested arguments, as a hashable value.
 
     Args:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ops.common.precision import accumulator
 
-__all__ = ['Run', 'SavedTensors', 'bridge', 'cotangent', 'floating', 'norm', 'run_module', 'storage_of']
+__all__ = ['Run', 'SavedTensors', 'bridge', 'cotangent', 'find_floating', 'norm', 'run_module', 'storage_of']
 
 
 _AT_A_TIME = 2**18
@@ -50,7 +50,7 @@ class Run(NamedTuple):
     stored: SavedTensors
 
 
-def floating(tree) -> list[Tensor]:
+def find_floating(tree) -> list[Tensor]:
     """Return the floating-point tensors of nested arguments."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
@@ -155,7 +155,7 @@ class _Pass:
         """Run the pass; it can run once."""
         off = contextlib.nullcontext()
         if self._dtype:
-            devices = {t.device.type for t in (*self._parameters.values(), *floating((args, kwargs)))}
+            devices = {t.device.type for t in (*self._parameters.values(), *find_floating((args, kwargs)))}
             off = torch.autocast(next(iter(devices), 'cpu'), enabled=False)
         # A checkpoint around the pass must not take what is saved here, also in the backward pass, for its own tensors.
         apart = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -173,7 +173,7 @@ class _Pass:
             return tensor if backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held):
-            outs = floating(self._module(*inputs[0], **inputs[1]))
+            outs = find_floating(self._module(*inputs[0], **inputs[1]))
         written = [x.detach() if x._version else None for _, x in self._inputs.values()]  # each is a new copy
         own = [*self._parameters.values(), *self._buffers.values()]
         stored = _stored(saved, [passed for _, passed in self._inputs.values()], outs, own)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..surgery import Mixin, mix_in
-from .module_run import floating, storage_of
+from .module_run import find_floating, storage_of
 
 __all__ = ['SavedBytes', 'note_calls']
 
@@ -54,7 +54,7 @@ class SavedBytes:
         self._calls.append((kind, keys, self._list_storages(inputs), self._list_storages(outputs)))
 
     def _list_storages(self, tree):
-        tensors = floating(tree)
+        tensors = find_floating(tree)
         self._references += [StorageWeakRef(t.untyped_storage()) for t in tensors]  # keep addresses from being reused
         return [(storage_of(t), t.untyped_storage().nbytes()) for t in tensors]
 

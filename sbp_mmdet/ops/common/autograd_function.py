@@ -35,7 +35,7 @@ __all__ = [
     'apply_function',
     'differentiable_once',
     'gradients_of',
-    'in_precision',
+    'with_dtype',
     'put_tensors_back',
     'saved_tensors_of',
     'take_tensors_out',
@@ -120,7 +120,7 @@ class Form:
         return positions and positions.keep
 
 
-def in_precision(settings, x: Tensor):
+def with_dtype(settings, x: Tensor):
     """Return the settings with a ``dtype``. If they have none, it is that of autocast, or of ``x``.
 
     Args:
@@ -133,9 +133,9 @@ def in_precision(settings, x: Tensor):
 
 
 def _apply(function: type[torch.autograd.Function], *args):
-    """Call an autograd function, as its method ``apply`` does, and let compilers skip it.
+    """Call an autograd function, as its method ``apply`` does, in less time. Compilers skip :data:`apply_function`.
 
-    That method looks at every tensor for transforms of ``torch.func`` that have ended, which takes longer than all else
+    The method looks at every tensor for transforms of ``torch.func`` that have ended, which takes longer than all else
     in functions of many parameters. They cannot run such a function in any case.
 
     Args:

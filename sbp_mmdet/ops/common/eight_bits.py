@@ -12,7 +12,7 @@ __all__ = ['in_groups', 'quantise', 'quantise_positive']
 _GROUP = 32  # least number of positions that share a step: neighbours are alike, so their steps are finer
 
 
-def quantise(x: Tensor, threshold: Tensor | float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def quantise(x: Tensor, threshold: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Round a feature map to eight bits.
 
     Values are rounded to the nearest step. If there is a threshold, steps are counted from it: a value is rounded up to
@@ -23,7 +23,7 @@ def quantise(x: Tensor, threshold: Tensor | float | None = None) -> tuple[Tensor
 
     Args:
         x (Tensor): Shape (N, C, H, W), not empty.
-        threshold (Tensor | float | None): Threshold, broadcastable. If ``None``, there is none. Default: None.
+        threshold (Tensor | float | None): Threshold, broadcastable. If ``None``, there is none.
 
     Returns:
         tuple[Tensor, Tensor, Tensor]: Values, of the shape and layout of ``x``, and step and offset of each of B groups

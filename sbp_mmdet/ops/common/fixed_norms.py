@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import FULL, accumulator, cast, multiplied
+from .precision import FULL, accumulator, cast, multiply
 
 __all__ = ['NO_GRADIENTS', 'Factors', 'FixedGradients', 'FixedNorms', 'gradients_of_fixed', 'row_products']
 
-# Least factor of gradients in fp16, see `FixedNorms.parts_in_half`: dW' may be 128 times as large as fp16's numbers
+# Least factor of gradients in fp16, see `FixedNorms.split_factors`: dW' may be 128 times as large as fp16's numbers
 # then, and gradients of 1e-5 still have digits.
 _LEAST_FACTOR = 2.0**-7
 _LARGEST_FACTOR = 2.0**10  # its product with gradients of 60 is still in the range of fp16
@@ -119,7 +119,7 @@ class FixedNorms:
         """
         folded = self._folded.pop(number, None) if last else None
         if folded is None:
-            folded = multiplied(weight, self.columns[number], dtype)
+            folded = multiply(weight, self.columns[number], dtype)
             if self.keeps_folded and not last:
                 self._folded[number] = folded
         return folded
@@ -136,7 +136,7 @@ class FixedNorms:
             rstd, layers = _join([parts[i] for i in numbers]), [of_numbers[i] for i in numbers]
         return _centre([t for _, t in layers]), rstd
 
-    def parts_in_half(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def split_factors(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Split the factor k of each norm into a factor of the output's gradient and a factor of the weight, for fp16.
 
         With the whole of k on the weight, the product dW' = dy^T x may overflow where k is small, although dW = k dW'

@@ -6,7 +6,7 @@ Settings and tensors are those of :mod:`..conv_norm_act`.
 import torch
 
 from .fixed_norms import NO_GRADIENTS, FixedGradients, row_products
-from .precision import FULL, accumulator, cast, multiplied
+from .precision import FULL, accumulator, cast, multiply
 from .weight_standardisation import standardise, standardise_backward
 
 __all__ = ['convolve', 'convolve_backward', 'weight_needed']
@@ -60,7 +60,7 @@ def _is_no_larger(weight, x, stride):
     return shape.numel() <= n * height * width // (stride[0] * stride[1]) * shape[0]
 
 
-def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
+def convolve_backward(s, t, x, grad, needs, norms=None, number=0, split_factor=None):
     """Compute the backward pass of a convolution and of the fixed norm that is folded into it.
 
     With a fixed norm y = k * conv(x, W) + shift, k = norm_weight * rstd for each channel, the products are
@@ -77,8 +77,8 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
         needs (ConvNormGradients): Which gradients are needed.
         norms (FixedNorms | None): Fixed norms. If ``None``, the norm of the layer is none of them. Default: None.
         number (int): Number of the layer among them. Default: 0.
-        parts (tuple[Tensor, Tensor] | None): Those of :meth:`.FixedNorms.parts_in_half`, in fp16. If ``None``, 1 and k.
-            Default: None.
+        split_factor (tuple[Tensor, Tensor] | None): In fp16, the factors of the gradient and of the weight that k is
+            split into, see :meth:`.FixedNorms.split_factors`. If ``None``, 1 and k. Default: None.
 
     Returns:
         tuple[Tensor | None, FixedGradients | dict]: Gradient of the input, and the gradients of the parameters by name.
@@ -89,15 +89,15 @@ def convolve_backward(s, t, x, grad, needs, norms=None, number=0, parts=None):
     # A batch norm subtracts the mean, and so the bias. With statistics of several processes this holds for their sum.
     is_subtracted = s.norm == 'batch' and s.process_group is None
     needs_bias = (needs.bias and not is_subtracted) or (fixed and (needs.norm_weight or needs.norm_bias))
-    factor, column = parts or (None, norms.columns[number] if fixed else None)
+    factor, column = split_factor or (None, norms.columns[number] if fixed else None)
     given = t.weight if s.standardise is None else standardise(t.weight, s.standardise)
-    rows = grad if factor is None else multiplied(grad, factor.view(-1, 1, 1), s.dtype)
+    rows = grad if factor is None else multiply(grad, factor.view(-1, 1, 1), s.dtype)
     if not fixed:
         weight = cast(given, s.dtype)
     elif factor is None:
         weight = norms.fold(number, given, s.dtype, last=True)
     else:
-        weight = multiplied(given, column, s.dtype)
+        weight = multiply(given, column, s.dtype)
     sums = needs_bias and needs_weight and grad.dtype in FULL  # with the weight's gradient, in one pass
     geometry = s.stride, s.padding, s.dilation, False, (0, 0), s.groups
     which, sizes = (needs.x, needs_weight, sums), weight.shape[:1] if sums else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .layouts import Chunk, as_rows, empty_tokens, in_shape, layout_of, tokens_of
-from .precision import accumulator, cast, multiplied, promoted
+from .precision import accumulator, cast, multiply, promote
 from .stochastic_depth import factor_for
 
 __all__ = [
@@ -126,7 +126,7 @@ def add_branch(
     if isinstance(factor, Tensor):
         scale = factor[:, None, None] if gamma is None else gamma * factor[:, None, None]
     kinds = [dtype] + ([] if gamma is None else [gamma.dtype])  # the factor is in full precision, and a scalar
-    dtype = promoted(shortcut.dtype, *kinds)
+    dtype = promote(shortcut.dtype, *kinds)
     tokens = tokens_of(shortcut)
     if shortcut.dim() == 3:  # tokens may be a view of a map (N, C, H, W), and mmcv's RoIAlign reads no other layout
         out = torch.empty_like(tokens, dtype=dtype)
@@ -146,7 +146,7 @@ def _addcmul(own, rows, scale, out, number):
     operands = own, rows, scale
     kinds = {t.dtype for t in (*operands, out)}
     if out.device.type == 'cpu' and len(kinds) > 1:  # torch 2.1 fails there
-        kind = promoted(*kinds)
+        kind = promote(*kinds)
         out.copy_(torch.addcmul(*(t.to(kind) for t in operands), value=number))
     else:
         torch.addcmul(*operands, value=number, out=out)
@@ -238,7 +238,7 @@ def fold(
 def fold_weight(weight: Tensor, norm_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return W' of :func:`fold`, whose arguments these are."""
     _check_width(weight, norm_weight)
-    return cast(weight, dtype) if norm_weight is None else multiplied(weight, norm_weight, dtype)
+    return cast(weight, dtype) if norm_weight is None else multiply(weight, norm_weight, dtype)
 
 
 def fold_bias(weight: Tensor, bias: Tensor, norm_bias: Tensor | None) -> Tensor:
@@ -246,7 +246,7 @@ def fold_bias(weight: Tensor, bias: Tensor, norm_bias: Tensor | None) -> Tensor:
     _check_width(weight, norm_bias)
     if norm_bias is None:
         return bias
-    kind = promoted(weight.dtype, bias.dtype, norm_bias.dtype)  # a model in half precision may keep its norms in fp32
+    kind = promote(weight.dtype, bias.dtype, norm_bias.dtype)  # a model in half precision may keep its norms in fp32
     return torch.addmv(cast(bias, kind), cast(weight, kind), cast(norm_bias, kind))
 
 
@@ -300,7 +300,7 @@ def unscale(
     weight: Tensor | None,
     bias: Tensor,
     gamma: Tensor | None,
-    unit: Tensor | None = None,
+    unit: Tensor | None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Compute the gradients of (W2, b2, gamma) of ``y = gamma * (W2 h + b2)``.
 
@@ -312,7 +312,7 @@ def unscale(
         weight (Tensor | None): W2, shape (C, D). It is not read if ``gamma`` is ``None``.
         bias (Tensor): b2, shape (C,).
         gamma (Tensor | None): Layer scale, shape (C,). If ``None``, there is none.
-        unit (Tensor | None): Second result of :func:`scale_into_range`. If ``None``, 1. Default: None.
+        unit (Tensor | None): Second result of :func:`scale_into_range`. If ``None``, 1.
 
     Returns:
         tuple[Tensor | None, Tensor, Tensor | None]: Gradients of W2, b2 and gamma.

@@ -199,18 +199,14 @@ def affine(x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.d
         rows = in_groups(x, scale.shape[2])
         if rows.dim() == 5:
             scale, shift = scale.unsqueeze(4), shift.unsqueeze(4)
-        return _affine_of_groups(rows, scale, shift, dtype).reshape(x.shape)
-    return _affine_of_groups(x, scale, shift, dtype)
-
-
-def _affine_of_groups(x, scale, shift, dtype):
+        return affine(rows, scale, shift, dtype).reshape(x.shape)
     if x.is_cuda:  # in one pass, in the layout of x, without a copy in full precision
         return torch.addcmul(shift, x, scale, out=torch.empty_like(x, dtype=dtype))
     if scale.dtype is not dtype:
         if x.numel() > _CONVERTED:
-            in_full = functools.partial(_affine_of_groups, dtype=scale.dtype)
+            in_full = functools.partial(affine, dtype=scale.dtype)
             return compute_in_parts(in_full, x, scale, shift, dtype=dtype, most=_CONVERTED)
-        return _affine_of_groups(x, scale, shift, scale.dtype).to(dtype)
+        return affine(x, scale, shift, scale.dtype).to(dtype)
     if x.numel() < FEW or (x.is_floating_point() and not x.is_contiguous()):
         return torch.addcmul(shift, x, scale)
     x = cast(x, dtype) * scale if x.is_floating_point() else x.to(dtype).mul_(scale)
@@ -239,12 +235,12 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     return KeptMap(*(quantise_positive(x) if positive else quantise(x, threshold)))
 
 
-def keep_input(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
+def keep_input(x: Tensor, x_cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
     """Return the saved form of a layer's input: the map that the previous layer shares, or the input itself.
 
     Args:
         x (Tensor): The input, shape (N, C, H, W).
-        cast (Tensor): The input in the precision of the layer.
+        x_cast (Tensor): The input in the precision of the layer.
         storage (str): 'native' or 'int8'.
 
     Returns:
@@ -254,13 +250,13 @@ def keep_input(x: Tensor, cast: Tensor, storage: str) -> KeptMap | KeptCat | Kep
     if map is not None and (storage == 'int8' or map.is_exact):
         return map
     stored = type(x.grad_fn).__name__ == 'ReluBackward0'  # torch keeps the output of its own ReLU
-    map = _concatenated(x, cast, storage) or keep(cast, 'native' if stored else storage)
+    map = _concatenated(x, x_cast, storage) or keep(x_cast, 'native' if stored else storage)
     if getattr(map, 'values', None) is not x and is_made_here(x):
         share_map(x, map)  # for the other layers that x goes to
     return map
 
 
-def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
+def _concatenated(x: Tensor, x_cast: Tensor, storage: str) -> KeptCat | None:
     """Return the saved form of an output of ``torch.cat`` if most of its channels are shared maps, else ``None``.
 
     Channels of other maps are copied, so that the whole concatenation is not saved.
@@ -278,7 +274,7 @@ def _concatenated(x: Tensor, cast: Tensor, storage: str) -> KeptCat | None:
     parts, start = [], 0
     for map, width in zip(maps, widths, strict=True):
         width = rest if map is None else width
-        parts.append(keep(cast[:, start : start + width].clone(), storage) if map is None else map)
+        parts.append(keep(x_cast[:, start : start + width].clone(), storage) if map is None else map)
         start += width
     return KeptCat(tuple(parts))
 

@@ -18,7 +18,7 @@ __all__ = [
     'empty_tokens',
     'from_rows',
     'in_shape',
-    'laid_out',
+    'to_layout',
     'layout_of',
     'memory_format',
     'scatter_rows',
@@ -51,7 +51,7 @@ def layout_of(x: Tensor) -> torch.memory_format | None:
     return None if x.dim() == 3 else memory_format(x)
 
 
-def laid_out(x: Tensor, layout: torch.memory_format | None) -> Tensor:
+def to_layout(x: Tensor, layout: torch.memory_format | None) -> Tensor:
     """Return ``x`` in a layout of :func:`layout_of`; it is copied only if it has another one."""
     return x if layout is None else x.contiguous(memory_format=layout)
 

@@ -17,7 +17,7 @@ from .precision import accumulator, cast
 __all__ = [
     'Statistics',
     'affine_of_norm',
-    'centred',
+    'compute_shift',
     'keeps_full_precision',
     'normalise',
     'normalise_backward',
@@ -113,7 +113,7 @@ def affine_of_norm(s, t, statistics, channels):
         mean, scale = (n.repeat_interleave(channels // s.num_groups, 1) for n in (mean, scale))
     if t.norm_weight is not None:
         scale = scale * t.norm_weight
-    shift = -mean * scale if t.norm_bias is None else centred(t.norm_bias, mean, scale)
+    shift = -mean * scale if t.norm_bias is None else compute_shift(t.norm_bias, mean, scale)
     return scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
 
 
@@ -127,8 +127,14 @@ def zero_of(scale: Tensor, shift: Tensor) -> Tensor:
     return (-shift / scale).nan_to_num(0)
 
 
-def centred(bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Compute ``bias - mean * scale``, in one call where all have the same precision."""
+def compute_shift(bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Compute the shift ``bias - mean * scale`` of a norm, in one call where all have the same precision.
+
+    Args:
+        bias (Tensor): Bias of the norm, shape (D,).
+        mean (Tensor): Mean of its input, shape (D,) or (N, D).
+        scale (Tensor): Factor of its input, of the same shape.
+    """
     if bias.dtype is mean.dtype is scale.dtype:
         return torch.addcmul(bias, mean, scale, value=-1)
     return bias - mean * scale

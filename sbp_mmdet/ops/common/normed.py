@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import promoted
+from .precision import promote
 
 __all__ = ['Normed', 'norm', 'norm_backward']
 
@@ -50,7 +50,7 @@ def norm_backward(
 
 def _in_one_precision(x, weight, bias):
     """Cast input, weight and bias to the higher precision of the first two, because CUDA's kernel takes only one."""
-    dtype = promoted(x.dtype, weight.dtype)
+    dtype = promote(x.dtype, weight.dtype)
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 

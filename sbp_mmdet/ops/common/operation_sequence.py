@@ -20,7 +20,7 @@ from .autograd_function import (
     take_tensors_out,
 )
 from .precision import no_autocast
-from .recorded_steps import recorded
+from .recorded_steps import record_steps
 
 __all__ = ['run_sequence']
 
@@ -31,8 +31,8 @@ def run_sequence(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Args:
         run (Callable): Applies operations (:class:`.Operation`) to its argument, each to the output of the one before,
             and returns the output of the last one. Images that stochastic depth drops may pass an operation by
-            (:func:`.on_images`). Nothing else may have a gradient. All parameters are saved, so writing to one of them
-            before the backward pass is an error.
+            (:func:`.run_on_images`). Nothing else may have a gradient. All parameters are saved, so writing to one of
+            them before the backward pass is an error.
         x (Tensor): Input of the first operation.
 
     Returns:
@@ -42,7 +42,7 @@ def run_sequence(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         >>> y = run_sequence(lambda x: channel_mlp(s2, t2._replace(x=f(x))), x)  # f calls an operation, too
     """
     steps = []
-    with recorded(steps):
+    with record_steps(steps):
         y = run(x)
     leaves = [x]
     for step in steps:

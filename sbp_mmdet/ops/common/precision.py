@@ -24,9 +24,9 @@ __all__ = [
     'cast_all',
     'column_sums',
     'compute_in_parts',
-    'multiplied',
+    'multiply',
     'no_autocast',
-    'promoted',
+    'promote',
     'store',
     'zeros_for',
 ]
@@ -141,7 +141,7 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 @functools.cache
-def promoted(*dtypes: torch.dtype) -> torch.dtype:
+def promote(*dtypes: torch.dtype) -> torch.dtype:
     """Return the precision of a sum of tensors in these precisions.
 
     Args:
@@ -227,7 +227,7 @@ def accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the product of ``a`` and ``b`` in ``dtype`` in one pass, in the layout of ``a``.
 
     Args:
@@ -288,7 +288,7 @@ class Stored(NamedTuple):
         """
         if self.scale is None:
             return cast(self.values, dtype)
-        return multiplied(self.values, self.scale, dtype)
+        return multiply(self.values, self.scale, dtype)
 
 
 def store(x: Tensor, storage: str, positions: int | tuple[int, ...] = 1) -> Stored:

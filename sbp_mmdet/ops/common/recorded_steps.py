@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ['Step', 'recorded', 'recorded_steps']
+__all__ = ['Step', 'record_steps', 'recorded_steps']
 
 _thread = threading.local()  # attribute `steps`: the list that operations are recorded in
 
@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded(steps: list[Step]) -> Iterator[None]:
+def record_steps(steps: list[Step]) -> Iterator[None]:
     """Let operations compute their output without a graph within the context, and append themselves to a list."""
     before, _thread.steps = getattr(_thread, 'steps', None), steps
     try:

@@ -9,7 +9,7 @@ from .autograd_function import Sample
 from .layouts import Chunk
 from .precision import accumulator, cast
 
-__all__ = ['ROWS_OF_MEANS', 'SampledRows', 'add_mean_term_', 'centre_', 'rows_of_means', 'sample_rows']
+__all__ = ['ROWS_OF_MEANS', 'SampledRows', 'add_mean_term_', 'centre_', 'choose_rows_of_means', 'sample_rows']
 
 # The chance of a row is proportional to its norm in units of mean norm / _UNITS, plus _LEAST units. Chances are whole
 # numbers, because their sums in double precision are the same in every order: so they are deterministic on a GPU.
@@ -80,7 +80,7 @@ def sample_rows(sample: Sample | None, *parts: Tensor) -> SampledRows:
     return SampledRows(index, (apart / sizes.index_select(0, index)).unsqueeze(1))
 
 
-def rows_of_means(images: int, each: int) -> Chunk:
+def choose_rows_of_means(images: int, each: int) -> Chunk:
     """Choose the rows over which means of activations are computed, for estimates from a sample.
 
     With a mean m, the sum of outer products splits into g^T a = g^T (a - m) + (sum of g)^T m. The second term is exact,
@@ -90,6 +90,9 @@ def rows_of_means(images: int, each: int) -> Chunk:
     Args:
         images (int): Number of images.
         each (int): Rows of each image.
+
+    Returns:
+        Chunk: Evenly spaced rows of all images.
     """
     # Odd, or the rows would stand in one column of most maps; at most a quarter, or this would cost a product.
     step = max(images * each // ROWS_OF_MEANS, 4) | 1
@@ -102,7 +105,7 @@ def centre_(rows: Tensor, mean: Tensor | None) -> Tensor:
 
 
 def add_mean_term_(estimate: Tensor | None, total: Tensor, mean: Tensor | None) -> Tensor | None:
-    """Add (sum of g)^T m, the exact term of :func:`rows_of_means`, to an estimate in place.
+    """Add (sum of g)^T m, the exact term of :func:`choose_rows_of_means`, to an estimate in place.
 
     If the estimate or the mean is ``None``, the estimate is returned unchanged.
     """

@@ -15,18 +15,18 @@ from .precision import accumulator, autocast_dtype
 from .recorded_steps import Step, recorded_steps
 from .uncompiled import uncompiled
 
-__all__ = ['KeptImages', 'draw_factor', 'factor_for', 'on_images']
+__all__ = ['KeptImages', 'draw_factor', 'factor_for', 'run_on_images']
 
 
 @uncompiled
-def on_images(
+def run_on_images(
     block: Callable[[Tensor], Tensor], x: Tensor, images: Tensor, parameters: Iterable[nn.Parameter]
 ) -> Tensor:
     """Run a block on some images of a batch.
 
     Args:
         block (Callable): Maps (n, C, H, W) to the same shape, image by image; stochastic depth's factor is part of it.
-            Where operations are recorded (:func:`.recorded`), it is one operation.
+            Where operations are recorded (:func:`.record_steps`), it is one operation.
         x (Tensor): Shape (N, C, H, W).
         images (Tensor): Whether the block runs on each image, bool, shape (N,), on the CPU.
         parameters (Iterable[nn.Parameter]): Parameters of the block. If no image keeps it, they get gradients of zero,
