@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TOOLS, make_project, run, run_forked
+from mmdet.registry import TRANSFORMS
 from mmengine.registry import init_default_scope
 
 from sbp_mmdet.plan import command
@@ -237,6 +238,24 @@ def test_annotation_files_are_checked_for_what_training_reads(config, tmp_path, 
     dataset.metainfo.classes = (*dataset.metainfo.classes, 'hazlenut')
     preflight.check_config(config, ('train',))
     assert 'classes that are no category of' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_a_folder_of_images_that_is_not_there(split, config):
+    """Images that code of the user's own reads may be anywhere."""
+    dataset = config[f'{split}_dataloader'].dataset
+    dataset.data_prefix = dict(img='nowhere')
+    said = (
+        rf"{split}_dataloader.dataset.data_prefix.img='nowhere': none of the \d+ images of .* is in data/shapes/nowhere"
+    )
+    with pytest.raises(PreflightError, match=said):
+        preflight.check_config(config, ('train', 'val'))
+    dataset.pipeline[0].backend_args = dict(backend='petrel')
+    preflight.check_config(config, ('train', 'val'))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRANSFORMS._module_dict, 'LoadOwn', type('LoadOwn', (), {}))
+        dataset.pipeline[0] = dict(type='LoadOwn')
+        preflight.check_config(config, ('train', 'val'))
 
 
 @pytest.mark.parametrize(
