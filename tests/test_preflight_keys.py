@@ -349,6 +349,15 @@ def run_iter(self, number, batch):
 Loop.run_iter = run_iter
 runpy.run_path({script!r}, run_name='__main__')
 """
+# The user presses Ctrl-C while the config is read.
+INTERRUPTED_EARLY = """
+import runpy, sys
+from mmengine.config import Config
+def fromfile(*args, **keys):
+    raise KeyboardInterrupt
+Config.fromfile = fromfile
+runpy.run_path({script!r}, run_name='__main__')
+"""
 
 
 @pytest.mark.parametrize(
@@ -356,8 +365,9 @@ runpy.run_path({script!r}, run_name='__main__')
     [
         (FULL_DISK, 1, 'error: .*epoch_1.pth cannot be written: File too large; make room there, and go on with --res'),
         (INTERRUPTED, 130, 'interrupted; --resume goes on from the last checkpoint'),
+        (INTERRUPTED_EARLY, 130, 'interrupted$'),
     ],
-    ids=['full disk', 'interrupted'],
+    ids=['full disk', 'interrupted', 'interrupted early'],
 )
 def test_a_training_that_cannot_go_on(program, code, said, project, tmp_path):
     script = tmp_path / 'run.py'

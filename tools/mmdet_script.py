@@ -44,8 +44,16 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         splits (tuple[str, ...]): Datasets that it reads: 'train', 'val', 'test'.
 
     Raises:
-        SystemExit: With one line that names the bad input and the remedy.
+        SystemExit: With one line that names the bad input and the remedy, or says that the user interrupted it.
     """
+    try:
+        _check_and_run(name, splits)
+    except KeyboardInterrupt:  # imports and checks take seconds
+        say('interrupted')
+        sys.exit(128 + signal.SIGINT)
+
+
+def _check_and_run(name, splits):
     let_threads_sleep()
     try:
         find_script(name)  # the checks need mmdet, whichever toolbox's script runs
