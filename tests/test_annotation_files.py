@@ -6,7 +6,7 @@ import pytest
 from helpers import make_dataset
 
 import annotation_files  # isort: skip  (helpers puts tools/ on the path)
-from annotation_files import PreflightError  # isort: skip
+from annotation_files import PreflightError, check_image_folder  # isort: skip
 
 
 def test_large_files_are_not_parsed(tmp_path, monkeypatch):
@@ -72,3 +72,15 @@ def _write(folder, annotations, images=(dict(id=1, file_name='a.png', width=64, 
     content = dict(images=list(images), annotations=annotations, categories=[dict(id=1, name='star')])
     path.write_text(json.dumps(content))
     return path
+
+
+def test_a_folder_without_the_images(tmp_path):
+    """A folder that has one of them is right: filters may remove the others."""
+    file, folder = tmp_path / 'a.json', tmp_path / 'images'
+    images = [dict(id=i, file_name=f'{i}.png', width=8, height=8) for i in range(3)]
+    file.write_text(json.dumps(dict(images=images, annotations=[], categories=[])))
+    with pytest.raises(PreflightError, match=r'^the key: none of the 3 images of .*a.json is in .*images, .*/0.png'):
+        check_image_folder(file, 'the key', folder)
+    folder.mkdir()
+    (folder / '2.png').touch()
+    check_image_folder(file, 'the key', folder)

@@ -57,7 +57,9 @@ def test_a_path_that_resembles_nothing(tmp_path, capsys, monkeypatch):
 
 FILES = dict(
     model=dict(backbone=dict(init_cfg=dict(checkpoint='weights.pth'))),
-    train_dataloader=dict(dataset=dict(ann_file='a/train.json', data_root='data/', img_suffix='.png')),
+    train_dataloader=dict(
+        dataset=dict(ann_file='a/train.json', data_root='data/', img_suffix='.png', data_prefix=dict(img='img/'))
+    ),
     val_dataloader=dict(dataset=dict(ann_file='a b.json', data_root='data/')),
     load_from='/there/my last.pth',
     my_variable='weights.pth',
@@ -83,6 +85,11 @@ FILES = dict(
         (
             FileNotFoundError('/there/my last.pth can not be found.'),
             "load_from='/there/my last.pth' does not exist; correct it",
+        ),
+        (
+            FileNotFoundError("Caught.\n[Errno 2] No such file or directory: 'data/img/a b/7.png'\n"),
+            "train_dataloader.dataset.data_prefix.img='img/' (data/img/a b/7.png) does not exist; correct it or its "
+            'data_root',
         ),
         (
             FileNotFoundError(2, 'No such file or directory', 'data/images/7.png'),

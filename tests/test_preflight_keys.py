@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TOOLS, make_project, run, run_forked
+from mmdet.registry import TRANSFORMS
 from mmengine.registry import init_default_scope
 
 from sbp_mmdet.plan import command
@@ -239,6 +240,24 @@ def test_annotation_files_are_checked_for_what_training_reads(config, tmp_path, 
     assert 'classes that are no category of' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_a_folder_of_images_that_is_not_there(split, config):
+    """Images that code of the user's own reads may be anywhere."""
+    dataset = config[f'{split}_dataloader'].dataset
+    dataset.data_prefix = dict(img='nowhere')
+    said = (
+        rf"{split}_dataloader.dataset.data_prefix.img='nowhere': none of the \d+ images of .* is in data/shapes/nowhere"
+    )
+    with pytest.raises(PreflightError, match=said):
+        preflight.check_config(config, ('train', 'val'))
+    dataset.pipeline[0].backend_args = dict(backend='petrel')
+    preflight.check_config(config, ('train', 'val'))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRANSFORMS._module_dict, 'LoadOwn', type('LoadOwn', (), {}))
+        dataset.pipeline[0] = dict(type='LoadOwn')
+        preflight.check_config(config, ('train', 'val'))
+
+
 @pytest.mark.parametrize(
     ('option', 'message'),
     [
@@ -330,6 +349,15 @@ def run_iter(self, number, batch):
 Loop.run_iter = run_iter
 runpy.run_path({script!r}, run_name='__main__')
 """
+# The user presses Ctrl-C while the config is read.
+INTERRUPTED_EARLY = """
+import runpy, sys
+from mmengine.config import Config
+def fromfile(*args, **keys):
+    raise KeyboardInterrupt
+Config.fromfile = fromfile
+runpy.run_path({script!r}, run_name='__main__')
+"""
 
 
 @pytest.mark.parametrize(
@@ -337,8 +365,9 @@ runpy.run_path({script!r}, run_name='__main__')
     [
         (FULL_DISK, 1, 'error: .*epoch_1.pth cannot be written: File too large; make room there, and go on with --res'),
         (INTERRUPTED, 130, 'interrupted; --resume goes on from the last checkpoint'),
+        (INTERRUPTED_EARLY, 130, 'interrupted$'),
     ],
-    ids=['full disk', 'interrupted'],
+    ids=['full disk', 'interrupted', 'interrupted early'],
 )
 def test_a_training_that_cannot_go_on(program, code, said, project, tmp_path):
     script = tmp_path / 'run.py'

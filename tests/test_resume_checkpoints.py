@@ -348,6 +348,10 @@ def test_training_writes_whole_checkpoints(config, capsys):
     assert options(config) == EVALUATION
     config.default_hooks.evaluation = None
     assert options(config) == {}
+    config.default_hooks = None  # the runner takes it for the default hooks
+    config.merge_from_dict(options(config))
+    hook = dict(type='CheckpointHook', backend_args=dict(backend='atomic'))
+    assert config.default_hooks == dict(checkpoint=hook, evaluation=dict(type='EvaluateEndedHook'))
     config.pop('default_hooks')
     assert options(config) == ATOMIC | EVALUATION | {'default_hooks.checkpoint.type': 'CheckpointHook'}
 

@@ -38,6 +38,15 @@ WRONG_VALUES = [
     (dict(train_cfg=dict(max_iters=float('inf'))), 'train_cfg.max_iters=inf must be a whole number'),
     (dict(train_dataloader=dict(num_workers=-1)), 'train_dataloader.num_workers=-1 must be a whole number of 0'),
     (dict(randomness=dict(seed='abc')), "randomness.seed='abc' must be a whole number of 0 or more"),
+    (
+        dict(optim_wrapper=dict(accumulative_counts=0)),
+        'optim_wrapper.accumulative_counts=0 must be a whole number of 1',
+    ),
+    (
+        dict(default_hooks=dict(logger=dict(interval=0))),
+        'default_hooks.logger.interval=0 must be a whole number of 1 or more',
+    ),
+    (dict(log_processor=dict(window_size=0)), 'log_processor.window_size=0 must be a whole number of 1 or more'),
     (dict(log_level='foo'), "log_level='foo' is unknown; write one of 'DEBUG', 'INFO'"),
     (
         dict(train_dataloader=dict(dataset=dict(datasets=[dict(type='CocoDataset'), dict(times=0, dataset={})]))),

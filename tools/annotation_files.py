@@ -7,7 +7,15 @@ import json
 import mmap
 from pathlib import Path
 
-__all__ = ['KEYS', 'TEST_KEYS', 'PreflightError', 'check_annotations', 'check_training_images', 'shortened']
+__all__ = [
+    'KEYS',
+    'TEST_KEYS',
+    'PreflightError',
+    'check_annotations',
+    'check_image_folder',
+    'check_training_images',
+    'shortened',
+]
 
 KEYS = ('images', 'annotations', 'categories')
 TEST_KEYS = ('images', 'categories')  # the test sets of COCO come without annotations
@@ -95,6 +103,28 @@ def check_training_images(
             f'{key}: no annotation of {path} has a segmentation, but LoadAnnotations has with_mask=True; train a '
             'detector of boxes with with_mask=False, or add the masks to the file'
         )
+
+
+def check_image_folder(path: Path, key: str, folder: Path) -> None:
+    """Check that a folder has one of the images that a file in COCO format lists. Large files are not checked.
+
+    Args:
+        path (Path): A file that :func:`check_annotations` accepts.
+        key (str): Where the config names the folder.
+        folder (Path): The folder.
+
+    Raises:
+        PreflightError: If the folder has none of them, so that the first step would fail.
+    """
+    if path.stat().st_size > _PARSE_BYTES:
+        return
+    names = [image.get('file_name') for image in json.loads(path.read_bytes())['images']]
+    if not names or None in names or any((folder / name).exists() for name in names):
+        return
+    raise PreflightError(
+        f'{key}: none of the {len(names)} images of {path} is in {folder}, for example {folder / names[0]} (working '
+        f'folder: {Path.cwd()}); give the folder that the file names in it start from (it is joined to data_root)'
+    )
 
 
 def _check_filter(path, key, content, annotated, filter_cfg):

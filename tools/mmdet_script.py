@@ -29,6 +29,7 @@ __all__ = [
     'toolbox_of',
 ]
 
+_OF_CONFIGS = FileNotFoundError, KeyError, TypeError  # a value of the config may have caused them
 _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DICT = re.compile(r'(^|[\[(,])\s*[\'"]?(dict\(|\{)')  # at the beginning of a value, or of a member of it
 # mmengine's parser, which looks for a comma outside of brackets, does not return for these.
@@ -43,8 +44,16 @@ def run(name: str, splits: tuple[str, ...]) -> None:
         splits (tuple[str, ...]): Datasets that it reads: 'train', 'val', 'test'.
 
     Raises:
-        SystemExit: With one line that names the bad input and the remedy.
+        SystemExit: With one line that names the bad input and the remedy, or says that the user interrupted it.
     """
+    try:
+        _check_and_run(name, splits)
+    except KeyboardInterrupt:  # imports and checks take seconds
+        say('interrupted')
+        sys.exit(128 + signal.SIGINT)
+
+
+def _check_and_run(name, splits):
     let_threads_sleep()
     try:
         find_script(name)  # the checks need mmdet, whichever toolbox's script runs
@@ -157,7 +166,7 @@ def _describe_mistake(config, error):
         return None
     if isinstance(error, NoBatch):
         return f'{error}'
-    return describe_mistake(config, error) if isinstance(error, (KeyError, TypeError)) else None
+    return describe_mistake(config, error) if isinstance(error, _OF_CONFIGS) else None
 
 
 def toolbox_of(words: list[str]) -> str:
@@ -291,6 +300,8 @@ def checkpoint_options(config) -> dict:
     if 'sbp_mmdet.resume' not in sys.modules:
         return {}
     hooks, options = config.get('default_hooks', {}), {}
+    if hooks is None:  # the runner takes None for the default hooks, but no key can be merged into it
+        hooks, options = {}, {'default_hooks._delete_': True}
     if 'evaluation' not in hooks:
         options['default_hooks.evaluation.type'] = 'EvaluateEndedHook'
     hook = hooks.get('checkpoint', {})

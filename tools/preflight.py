@@ -14,8 +14,17 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from annotation_files import KEYS, TEST_KEYS, PreflightError, check_annotations, check_training_images, shortened
+from annotation_files import (
+    KEYS,
+    TEST_KEYS,
+    PreflightError,
+    check_annotations,
+    check_image_folder,
+    check_training_images,
+    shortened,
+)
 from hook_checks import build_on_meta, check_hooks, class_name, dicts, warn, warn_if_unused, with_our_import
+from mmcv.transforms import LoadImageFromFile
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS, TRANSFORMS
 from mmdet_script import find_work_dir
@@ -178,6 +187,7 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
                 if split == 'train' and classes and _labels_are_categories(kind, config):
                     _check_num_classes(config, len(set(classes) & set(names)), len(classes))
                     _check_training_set(path, key, dataset, classes, names)
+                _check_images(path, f'{split}_dataloader.dataset.data_prefix', kind, dataset)
         _check_imagenet(config, split)
         evaluators = config.get(f'{split}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
@@ -220,6 +230,25 @@ def _check_training_set(path, key, dataset, classes, names):
             f'{key}: metainfo has classes that are no category of {path}, so nothing is learnt of them: '
             f'{shortened(absent)}; the file has {shortened(names)}'
         )
+
+
+def _check_images(path, key, kind, dataset):
+    """Check that there are images, if mmdet's own code finds and reads them."""
+    if (kind.load_data_list, kind.parse_data_info) != (CocoDataset.load_data_list, CocoDataset.parse_data_info):
+        return
+    prefix = dataset.get('data_prefix')
+    prefix = prefix.get('img') if isinstance(prefix, dict) else None
+    steps = [step for step in dicts(dataset.get('pipeline')) if isinstance(step.get('type'), (str, type))]
+    kinds = [TRANSFORMS.get(step['type']) if isinstance(step['type'], str) else step['type'] for step in steps]
+    reads = [step for step, loads in zip(steps, kinds, strict=True) if loads is LoadImageFromFile]
+    if not isinstance(prefix, str) or not reads or not all(map(_is_of_mmdet, kinds)):
+        return
+    found = [
+        _local(prefix or '.', dataset.get('data_root'), node.get('backend_args') or node.get('file_client_args'))
+        for node in (dataset, *reads)
+    ]
+    if all(found):
+        check_image_folder(path, f'{key}.img={prefix!r}', found[0])
 
 
 def _is_of_mmdet(kind):

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
+_MISSING_FILE = re.compile(r'\[Errno 2\] No such file or directory: ([\'"])(.+)\1')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -156,19 +157,25 @@ def _describe_missing_file(config, error):
 
     Other classes join it to a folder of their own, as distillation does with the config of its teacher.
     """
-    missing = str(error.filename or error).removesuffix(' can not be found.')  # mmengine's, of weights
-    words = [] if error.filename else re.split(r'[\s\'"]+', missing)
+    # torch raises an error of a loader's process again with the text alone.
+    file = error.filename or ((found := _MISSING_FILE.search(str(error))) and found[2])
+    missing = str(file or error).removesuffix(' can not be found.')  # mmengine's, of weights
+    words = [] if file else re.split(r'[\s\'"]+', missing)
     paths = [missing, *(word.rstrip('.,:;') for word in words)]  # a path may have blanks
     named = [
         (key, value)
         for key, value in _values(config)
         if isinstance(value, str) and any(_ends_with(path, value) for path in paths)
+    ] or [
+        (key, value)
+        for key, value in _values(config)
+        if isinstance(value, str) and 'data_prefix' in key.split('.') and _lies_in(missing, value)
     ]
     if not named:
         return f'{missing} does not exist; correct the key of the config that leads to it, such as data_root'
     # What reads a file first is a data set; an evaluator or a hook may name the same file.
     key, value = max(named, key=lambda one: ('dataset' in one[0].split('.'), len(one[1])))
-    path = next(path for path in paths if _ends_with(path, value))
+    path = next((path for path in paths if _ends_with(path, value)), missing)
     joined = '' if path == value else f' ({path})'
     root = ' or its data_root' if joined and _has_data_root(config, key) else ''
     similar = find_similar_config(Path(value)) if value.endswith('.py') else None
@@ -187,6 +194,10 @@ def _has_data_root(config, key):
 
 def _ends_with(path, value):
     return bool(value) and (path == value or path.endswith(f'/{value}'))
+
+
+def _lies_in(path, folder):
+    return bool(folder.strip('./')) and f'/{folder.strip("./")}/' in f'/{path}'
 
 
 def _describe_unknown_class(config, name, registry):

@@ -17,6 +17,9 @@ _WHOLE_NUMBERS = {
     'val_dataloader.num_workers': 0,
     'test_dataloader.num_workers': 0,
     'randomness.seed': 0,
+    'optim_wrapper.accumulative_counts': 1,
+    'default_hooks.logger.interval': 1,
+    'log_processor.window_size': 1,
 }
 _LEVELS = ('DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL')
 
@@ -32,8 +35,10 @@ def refuse_bad_values(config: Config) -> None:
             data sets leaves no image.
     """
     for key, least in _WHOLE_NUMBERS.items():
-        owner, name = key.split('.')
-        node = config.get(owner)
+        *owners, name = key.split('.')
+        node = config
+        for owner in owners:
+            node = node.get(owner) if isinstance(node, (dict, Config)) else None
         value = node.get(name) if isinstance(node, dict) else None
         if value is not None and not (_is_whole(value, owner, name) and value >= least):
             raise ValueError(f'{key}={value!r} must be a whole number of {least} or more')
