@@ -9,6 +9,7 @@ from mmdet.datasets import AspectRatioBatchSampler
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.optim import OptimWrapper
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -76,6 +77,11 @@ def test_numbers_that_the_loop_takes_are_right():
     check_runner_keys(Config(dict(LOOP, train_cfg=dict(numbers, type='IterBasedTrainLoop'))), ('train',))
     never = dict(type='EpochBasedTrainLoop', max_epochs=1, val_interval=float('inf'))
     check_runner_keys(Config(dict(LOOP, train_cfg=never)), ('train',))
+    counted = OptimWrapper(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), accumulative_counts=2.0)
+    counted.initialize_count_status(torch.nn.Linear(1, 1), 0, 4)
+    assert [counted.should_update() for counted._inner_count in range(1, 5)] == [False, True, False, True]
+    counts = dict(optim_wrapper=dict(LOOP['optim_wrapper'], accumulative_counts=2.0))
+    check_runner_keys(Config(dict(LOOP, **counts)), ('train',))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ _WHOLE_NUMBERS = {
     'default_hooks.logger.interval': 1,
     'log_processor.window_size': 1,
 }
+# Those that mmengine only compares, or counts in a loop.
+_COMPARED = 'max_epochs', 'max_iters', 'val_begin', 'val_interval', 'accumulative_counts', 'interval'
 _LEVELS = ('DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL')
 
 
@@ -40,7 +42,7 @@ def refuse_bad_values(config: Config) -> None:
         for owner in owners:
             node = node.get(owner) if isinstance(node, (dict, Config)) else None
         value = node.get(name) if isinstance(node, dict) else None
-        if value is not None and not (_is_whole(value, owner, name) and value >= least):
+        if value is not None and not (_is_whole(value, name) and value >= least):
             raise ValueError(f'{key}={value!r} must be a whole number of {least} or more')
     level = config.get('log_level')
     if level is not None and not isinstance(level, int) and level not in logging._nameToLevel:
@@ -51,10 +53,10 @@ def refuse_bad_values(config: Config) -> None:
             _refuse_empty_wrappers(f'{split}_dataloader.dataset', loader.get('dataset'))
 
 
-def _is_whole(value, owner, name):
-    """Return whether a value is a whole number for mmengine, whose loops also take 9e4 and, to validate never, inf."""
-    if owner == 'train_cfg' and isinstance(value, float):
-        return value.is_integer() or (name.startswith('val_') and value == math.inf)
+def _is_whole(value, name):
+    """Return whether a value is a whole number, or a float that mmengine takes for one: 9e4, or inf for never."""
+    if isinstance(value, float) and name in _COMPARED:
+        return value.is_integer() or (value == math.inf and name.startswith('val_'))
     return type(value) is int
 
 
