@@ -314,6 +314,8 @@ def test_weights_that_cannot_be_downloaded(error, refused, config, tmp_path, mon
 
 def test_other_errors_keep_their_traceback(config):
     assert mmdet_script._describe_mistake(config, TypeError('of the training itself')) is None
+    error = FileNotFoundError(2, 'No such file or directory', 'of a hook.txt')
+    assert mmdet_script._describe_mistake(config, error) is None
 
 
 def test_more_classes_than_the_data_have(config, capsys):

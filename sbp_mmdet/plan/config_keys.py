@@ -153,7 +153,7 @@ def shorten_names(names: Sequence[str]) -> str:
 
 
 def _describe_missing_file(config, error):
-    """Return the key whose value is the end of the missing path; data sets join it to their ``data_root``.
+    """Return the key whose value is the end of the missing path, or ``None``; data sets join it to their ``data_root``.
 
     Other classes join it to a folder of their own, as distillation does with the config of its teacher.
     """
@@ -171,8 +171,8 @@ def _describe_missing_file(config, error):
         for key, value in _values(config)
         if isinstance(value, str) and 'data_prefix' in key.split('.') and _lies_in(missing, value)
     ]
-    if not named:
-        return f'{missing} does not exist; correct the key of the config that leads to it, such as data_root'
+    if not named:  # code of the user's own may have looked for it
+        return None
     # What reads a file first is a data set; an evaluator or a hook may name the same file.
     key, value = max(named, key=lambda one: ('dataset' in one[0].split('.'), len(one[1])))
     path = next((path for path in paths if _ends_with(path, value)), missing)
