@@ -293,10 +293,9 @@ class LeanModule(Mixin):
     def sampled_form(self) -> Form:
         """Return the form of the operations; with the preset ``sampled``, a new sample of the rows is drawn."""
         state = self._lean
-        form = state.settings.preset.form
         if state.row_draws is None:
-            return form
-        return dataclasses.replace(form, sample=state.row_draws.draw(state.name, float(state.settings.keep_ratio)))
+            return self.form
+        return dataclasses.replace(self.form, sample=state.row_draws.draw(state.name, float(state.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
         """Return the rates of stochastic depth by the names of the parts that have it."""
