@@ -287,7 +287,7 @@ class LeanModule(Mixin):
 
     @property
     def form(self) -> Form:
-        """Form of the operations, as the preset has it."""
+        """Form of the operations: that of the preset, unless a mixin overrides it (:mod:`..checkpointed_parts`)."""
         return self._lean.settings.preset.form
 
     def sampled_form(self) -> Form:
