@@ -47,6 +47,7 @@ WRONG_VALUES = [
         dict(default_hooks=dict(logger=dict(interval=0))),
         'default_hooks.logger.interval=0 must be a whole number of 1 or more',
     ),
+    (dict(default_hooks=dict(logger=dict(interval=50.0))), 'default_hooks.logger.interval=50.0 must be a whole number'),
     (dict(log_processor=dict(window_size=0)), 'log_processor.window_size=0 must be a whole number of 1 or more'),
     (dict(log_level='foo'), "log_level='foo' is unknown; write one of 'DEBUG', 'INFO'"),
     (

@@ -21,8 +21,8 @@ _WHOLE_NUMBERS = {
     'default_hooks.logger.interval': 1,
     'log_processor.window_size': 1,
 }
-# Those that mmengine only compares, or counts in a loop.
-_COMPARED = 'max_epochs', 'max_iters', 'val_begin', 'val_interval', 'accumulative_counts', 'interval'
+# Those that mmengine also takes as floats.
+_MAY_BE_FLOATS = 'max_epochs', 'max_iters', 'val_begin', 'val_interval', 'accumulative_counts'
 _LEVELS = ('DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL')
 
 
@@ -55,7 +55,7 @@ def refuse_bad_values(config: Config) -> None:
 
 def _is_whole(value, name):
     """Return whether a value is a whole number, or a float that mmengine takes for one: 9e4, or inf for never."""
-    if isinstance(value, float) and name in _COMPARED:
+    if isinstance(value, float) and name in _MAY_BE_FLOATS:
         return value.is_integer() or (value == math.inf and name.startswith('val_'))
     return type(value) is int
 
