@@ -225,8 +225,9 @@ def _carry_out(model, settings, plan, chosen):
 
 def _num_heads(bounds, modules):
     """Return the number of attention heads of a block, or ``None`` if no block can drop heads."""
-    parts = (part for module in modules.values() if id(module) in bounds for part in bounds[id(module)].parts.values())
-    return next((part.num_heads for part in parts if part.by_heads), None)
+    bound = [bounds[id(module)] for module in modules.values() if id(module) in bounds]
+    bindings = (binding for one in bound for binding in one.bindings.values())
+    return next((binding.num_heads for binding in bindings if binding.by_heads), None)
 
 
 def _nearest_parameters(model, name):

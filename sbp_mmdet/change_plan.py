@@ -228,7 +228,7 @@ def _plan_backbone(root, settings, take, bounds):
 
 def _thins(bound):
     """Return whether an operation that a module uses can drop positions."""
-    return any(part.thinned for part in bound.parts.values())
+    return any(binding.thinned for binding in bound.bindings.values())
 
 
 def _find_stages(root):

@@ -239,17 +239,17 @@ def build_oracle(family: str, lean: nn.Module, x, **options) -> nn.Module:
                 height, width = sizes[layer[0]]
                 positions = draws.positions(layer, height * width + prefix, bool(prefix))
                 kept = _Kept(positions, (height, width), prefix)
-            for name, part in module.parts().items():
-                if part.drop is not None:
+            for name, binding in module.bindings().items():
+                if binding.drop is not None:
                     factor = None
                     if (*layer, name) in rates:
                         factor = draws.images((*layer, name), len(x)).to(x) / (1 - rates[(*layer, name)])
-                    by_heads = part.by_heads and settings.attention == 'head'
-                    mask = kept if kept and part.thinned and not by_heads else None
-                    _end_branch(plain.get_submodule(names[id(part.drop)]), factor, mask)
-                if kept and part.by_heads:
+                    by_heads = binding.by_heads and settings.attention == 'head'
+                    mask = kept if kept and binding.thinned and not by_heads else None
+                    _end_branch(plain.get_submodule(names[id(binding.drop)]), factor, mask)
+                if kept and binding.by_heads:
                     heads = draws.heads(layer) if settings.attention == 'head' else None
-                    _attend(twin, plain.get_submodule(names[id(part.proj)]), kept, settings.attention, heads)
+                    _attend(twin, plain.get_submodule(names[id(binding.proj)]), kept, settings.attention, heads)
             if kept and layer[1] == 'downsample':
                 _shrink(twin, kept)
     return plain

@@ -111,7 +111,7 @@ FAULTS = {
         'channel_mlp_backward:BackwardPass.__init__', 't.weight2 * self.column', 't.weight2', 'ConvNeXt'
     ),
     'MLP: statistics of the norm': Fault(
-        'common.token_norm:TokenNorm.backward', '*statistics, self', 'statistics[0], statistics[1] / 2, self', 'ViT'
+        'common.layer_norms:TokenNorm.backward', '*statistics, self', 'statistics[0], statistics[1] / 2, self', 'ViT'
     ),
     'MLP: hidden layer': Fault(
         'channel_mlp_backward:BackwardPass._add_through_layers',
@@ -120,7 +120,7 @@ FAULTS = {
         'Swin',
     ),
     'norm: affine part of the saved x-hat': Fault(
-        'common.token_norm:TokenNorm.scale',
+        'common.layer_norms:TokenNorm.scale',
         'addcmul(self.bias, xhat, self.weight)\n',
         'add(self.bias, xhat)\n',
         'Swin',

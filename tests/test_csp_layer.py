@@ -20,7 +20,7 @@ from torch import nn
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.ops import csp_layer as csp_op
-from sbp_mmdet.ops.common import map_norms
+from sbp_mmdet.ops.common import batch_and_group_norms
 from sbp_mmdet.ops.common.activations import Activation
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors
 
@@ -316,7 +316,7 @@ def test_what_runs_its_own_code_is_named():
 def test_group_norm_in_full_precision_does_not_round_a_shortcut(monkeypatch):
     """Where autocast runs group norm in full, as on a GPU, a block whose norm gives zero returns its input."""
     monkeypatch.setattr(csp_op, 'keeps_full_precision', lambda s, x: s.norm == 'group')
-    monkeypatch.setattr(map_norms, '_for_group_norm', lambda z, weight: z.to(weight.dtype))
+    monkeypatch.setattr(batch_and_group_norms, '_for_group_norm', lambda z, weight: z.to(weight.dtype))
     layer = ConvNormSettings(norm='group', num_groups=4, activation=Activation('silu'), dtype=torch.bfloat16)
     x, weight, zeros = torch.randn(2, 8, 5, 7), torch.randn(8, 8, 1, 1, requires_grad=True), torch.zeros(8)
     tensors = ConvNormTensors(None, weight, None, zeros, zeros)

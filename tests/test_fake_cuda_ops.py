@@ -13,7 +13,7 @@ from ops_cases import CASES, INDEX, Form, get_positions, kept_heads, kept_tokens
 from torch import nn
 
 from sbp_mmdet.ops.common import flash as flash
-from sbp_mmdet.ops.common.normed import norm, norm_backward
+from sbp_mmdet.ops.common.layer_norms import norm_backward, run_norm
 from sbp_mmdet.ops.common.precision import Stored
 from sbp_mmdet.ops.common.rerun_conv import convolve
 from sbp_mmdet.ops.layer_norm import NormSettings, NormTensors, layer_norm
@@ -184,6 +184,6 @@ def test_a_layer_norm_of_two_precisions_runs_in_the_higher_one(of_x, of_weight):
     with simulate_gpu():
         x, grad = (torch.randn(5, 8, device='cuda', dtype=of_x) for _ in range(2))
         weight, bias = (torch.randn(8, device='cuda', dtype=of_weight) for _ in range(2))
-        out, *statistics = norm(x, weight, bias, 1e-5)
+        out, *statistics = run_norm(x, weight, bias, 1e-5)
         gradients = norm_backward(grad, x, statistics, weight, bias)
         assert {t.dtype for t in (out, *gradients)} == {torch.float32}

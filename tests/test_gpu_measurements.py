@@ -18,7 +18,7 @@ from sync_bn import measure_sync_bn
 
 from sbp_mmdet.adapters import LeanModule
 from sbp_mmdet.ops import conv_norm_act
-from sbp_mmdet.ops.common import map_norms
+from sbp_mmdet.ops.common import batch_and_group_norms
 from sbp_mmdet.plan.caching_allocator import CachingAllocator
 from sbp_mmdet.plan.memory import held_bytes
 from sbp_mmdet.plan.variants import plain
@@ -215,8 +215,8 @@ def test_sync_bn_of_one_process_is_batch_norm(monkeypatch):
     for row in measure_sync_bn(['none', 'SyncBN'], **options):
         assert max(row['outputs'], row['gradients']) < 1e-5, row
     assert not dist.is_initialized()
-    together = map_norms._sync_batch_norm
-    monkeypatch.setattr(map_norms, '_sync_batch_norm', lambda s, t, z: together(s, t, z + z.detach()))
+    together = batch_and_group_norms._sync_batch_norm
+    monkeypatch.setattr(batch_and_group_norms, '_sync_batch_norm', lambda s, t, z: together(s, t, z + z.detach()))
     plain, wrong = measure_sync_bn(['none', 'SyncBN'], **options)
     assert plain['gradients'] < 1e-5 < 1e-2 < wrong['gradients']
 

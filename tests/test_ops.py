@@ -32,8 +32,8 @@ from ops_cases import (
 from oracles import DEVICE, assert_near, relative_error
 
 from sbp_mmdet.ops.common.folding import normalise
+from sbp_mmdet.ops.common.layer_norms import TokenNorm
 from sbp_mmdet.ops.common.precision import store
-from sbp_mmdet.ops.common.token_norm import TokenNorm
 
 FUSED, REFERENCE = Form(), Form('reference')
 FORMS = [(name, FUSED) for name in CASES] + [(name, REFERENCE) for name, case in CASES.items() if case.reference]

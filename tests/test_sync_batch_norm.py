@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sbp_mmdet.ops.common import gathered, map_norms
+from sbp_mmdet.ops.common import batch_and_group_norms, gathered
 from sbp_mmdet.ops.conv_norm_act import ConvNormSettings, ConvNormTensors, conv_norm
 
 DIMS = (0, 2, 3)
@@ -103,7 +103,7 @@ def run_processes(maps, weight, norm, momentum=0.1, dtype=torch.float64):
         results[rank] = [y.detach(), x.grad, *(p.grad for p in parameters), *running]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gathered, map_norms):
+        for module in (gathered, batch_and_group_norms):
             patch.setattr(module, 'dist', processes)
         threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
         [thread.start() for thread in threads]
@@ -119,7 +119,7 @@ def test_kernels_compute_what_is_written_out(sizes, dtype, monkeypatch):
     maps = [torch.randn(n, 3, 5, 4, dtype=torch.float64) for n in sizes]
     weight, norm = torch.randn(6, 3, 1, 1, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
     wanted = run_processes(maps, weight, norm, dtype=dtype)
-    monkeypatch.setattr(map_norms, '_has_kernels', lambda z: True)
+    monkeypatch.setattr(batch_and_group_norms, '_has_kernels', lambda z: True)
     for kernel in KERNELS:
         monkeypatch.setattr(torch, kernel.__name__, kernel)
     results = run_processes(maps, weight, norm, dtype=dtype)

@@ -81,7 +81,7 @@ def register():
     class LeanToyBlock(LeanBlock):
         stride = 2
 
-        def parts(self):
+        def bindings(self):
             return dict(mlp=ChannelMLPBinding(self.norm, self.widen, self.act, self.narrow, drop=self.drop))
 
         def lean_forward(self, x):
@@ -93,7 +93,7 @@ def register():
             return {(i, 'downsample'): (layer, LeanShrink) for i, layer in enumerate(backbone.shrinks, 1)}
 
     class LeanShrink(LeanModule):
-        def parts(self):
+        def bindings(self):
             return dict(patches=NormLinearBinding(self.norm, self.linear))
 
         def project(self, tokens):
@@ -231,5 +231,5 @@ def test_the_benchmark_measures_it(detector):
 
 
 def test_an_adapter_without_a_forward_pass_is_refused():
-    with pytest.raises(ValueError, match=r'Empty must define the method parts\(\).+lean_forward\(\)'):
+    with pytest.raises(ValueError, match=r'Empty must define the method bindings\(\).+lean_forward\(\)'):
         adapter(ToyNet)(type('Empty', (LeanBlock,), {}))

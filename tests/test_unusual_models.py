@@ -104,10 +104,10 @@ def test_a_hook_that_goes_leaves_the_module_lean():
     norm = lean.get_submodule(f'{BLOCK}.norm1')
     handle = norm.register_forward_hook(note_call)
     run_step(lean, random_images())
-    assert set(lean.get_submodule(BLOCK)._lean.bound.parts) == {'mlp'}
+    assert set(lean.get_submodule(BLOCK)._lean.bound.bindings) == {'mlp'}
     handle.remove()
     run_step(lean, random_images())
-    assert set(lean.get_submodule(BLOCK)._lean.bound.parts) == {'attention', 'mlp'}
+    assert set(lean.get_submodule(BLOCK)._lean.bound.bindings) == {'attention', 'mlp'}
 
 
 @pytest.mark.parametrize('family', MODELS)
@@ -163,7 +163,7 @@ class FlatBlock(nn.Module):
 def test_an_adapter_of_somebody_is_asked_too():
     @adapter(FlatBlock)
     class LeanFlatBlock(LeanBlock):
-        def parts(self):
+        def bindings(self):
             return dict(mlp=ChannelMLPBinding(self.norm, self.up, self.act, self.down, drop=self.depth))
 
     try:

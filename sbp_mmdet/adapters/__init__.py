@@ -1,4 +1,4 @@
-"""Adapters, which bind the parts of a module's forward pass to operations. Each file has a family of modules."""
+"""Adapters, which bind the modules of a forward pass to operations. Each file has a family of modules."""
 
 from . import (  # noqa: F401  register their adapters
     attention,

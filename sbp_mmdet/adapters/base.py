@@ -1,15 +1,16 @@
 """Base classes of adapters, which make a module of a live model train lean.
 
-An adapter is mixed into the class of a module. It says which parts of the module's forward pass are which operations:
+An adapter is mixed into the class of a module. It says by which operations the module's forward pass runs:
 
     @adapter('my_project.MyBlock')                  # or the class itself
     class LeanMyBlock(LeanBlock):
-        def parts(self):
+        def bindings(self):
             return dict(mlp=ChannelMLPBinding(self.norm, self.fc1, self.act, self.fc2, drop=self.drop_path))
 
-The base classes do the rest. In evaluation mode and without gradients, the module runs its own code. So does a part
-with a submodule whose forward may not be bypassed (:mod:`.predicate`), now or in a later step. Kept positions, dropped
-images and the form of the operations follow from the model's settings. The module's own ``with_cp`` is switched off.
+The base classes do the rest. In evaluation mode and without gradients, the module runs its own code. It also runs its
+own code in the place of an operation if the forward pass of a submodule may not be bypassed (:mod:`.predicate`), now or
+in a later step. Kept positions, dropped images and the form of the operations follow from the model's settings. The
+module's own ``with_cp`` is switched off.
 """
 
 import dataclasses
@@ -60,10 +61,10 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
     def register(mixin):
         if not issubclass(mixin, LeanModule):
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
-        if mixin.parts is LeanModule.parts and mixin.lean_forward is LeanModule.lean_forward:
+        if mixin.bindings is LeanModule.bindings and mixin.lean_forward is LeanModule.lean_forward:
             raise ValueError(
-                f'{mixin.__name__} must define the method parts(), which returns the operations of the forward pass by '
-                'name, or lean_forward(), which computes it'
+                f'{mixin.__name__} must define the method bindings(), which returns the operations of the forward pass '
+                'by name, or lean_forward(), which computes it'
             )
         ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
         adapter_of_class.cache_clear()
@@ -116,14 +117,14 @@ class LeanModule(Mixin):
         has_reference (bool): Whether its operations have the reference form. Default: True.
         folds_frozen_norms (bool): Whether it also runs lean when it is frozen and in evaluation mode while the rest of
             the model trains. Default: False.
-        is_sequence (bool): Whether the parts are operations that run one after the other, the first on the module's
-            input. With ``exact_min``, such a layer saves its input only. Default: False.
+        is_sequence (bool): Whether the operations run one after the other, the first on the module's input. With
+            ``exact_min``, such a layer saves its input only. Default: False.
         reorders_dropout (bool): Whether :meth:`lean_forward` draws dropout in another order than the module's own code.
             Such a module with dropout also runs lean in training mode without gradients: a reentrant checkpoint runs it
             so at first, and with gradients when it recomputes it, and both have to drop the same numbers. Default:
             False.
-        separable (bool): Whether :meth:`lean_forward` runs the module's own code for a part that cannot be used. If
-            ``False``, the whole module then runs its own code. Default: False.
+        separable (bool): Whether :meth:`lean_forward` runs the module's own code in the place of an operation that
+            cannot be used. If ``False``, the whole module then runs its own code. Default: False.
     """
 
     stock = ()
@@ -208,12 +209,12 @@ class LeanModule(Mixin):
         return self.dims is None or (bool(args) and isinstance(args[0], Tensor) and args[0].dim() == self.dims)
 
     def lean_forward(self, x: Tensor) -> Tensor:
-        """Run the forward pass in training. By default the parts run one after the other, in their order."""
-        for name in self._lean.bound.parts:
+        """Run the forward pass in training. By default the operations run one after the other, in their order."""
+        for name in self._lean.bound.bindings:
             x = self.run(name, x)
         return x
 
-    def parts(self) -> Mapping[str, Binding]:
+    def bindings(self) -> Mapping[str, Binding]:
         """Return the operations of the forward pass, in its order. It is called when the module is changed."""
         return {}
 
@@ -222,7 +223,7 @@ class LeanModule(Mixin):
         return ()
 
     def watches(self) -> Iterable[nn.Module]:
-        """Return modules that :meth:`parts` does not bypass now, but would if they changed."""
+        """Return modules that :meth:`bindings` does not bypass now, but would if they changed."""
         return ()
 
     @classmethod
@@ -298,50 +299,52 @@ class LeanModule(Mixin):
         return dataclasses.replace(self.form, sample=state.row_draws.draw(state.name, float(state.settings.keep_ratio)))
 
     def drop_rates(self) -> dict[str, float]:
-        """Return the rates of stochastic depth by the names of the parts that have it."""
-        rates = {name: getattr(part.drop, 'drop_prob', 0) or 0 for name, part in self._lean.bound.parts.items()}
+        """Return the rates of stochastic depth by the names of the operations that have it."""
+        rates = {
+            name: getattr(binding.drop, 'drop_prob', 0) or 0 for name, binding in self._lean.bound.bindings.items()
+        }
         return {name: rate for name, rate in rates.items() if rate}
 
-    def part(self, name: str) -> Binding | None:
-        """Return the operation of a part, or ``None`` if the module's own code has to run instead.
+    def binding(self, name: str) -> Binding | None:
+        """Return the binding of an operation, or ``None`` if the module's own code has to run instead.
 
         Args:
-            name (str): Name of the part in :meth:`parts`.
+            name (str): Name of the operation in :meth:`bindings`.
         """
-        return self._lean.bound.parts.get(name)
+        return self._lean.bound.bindings.get(name)
 
     def run(self, name: str, x: Tensor, **options) -> Tensor:
-        """Run a part with the kept positions and the stochastic depth of this pass.
+        """Run an operation with the kept positions and the stochastic depth of this pass.
 
         Args:
-            name (str): Name of the part in :meth:`parts`.
-            x (Tensor): Input of the part.
-            **options: Further arguments of the part.
+            name (str): Name of the operation in :meth:`bindings`.
+            x (Tensor): Input of the operation.
+            **options: Further arguments of the binding.
 
         Returns:
-            Tensor: Output of the part.
+            Tensor: Output of the operation.
         """
         state = self._lean
-        part, layer, draws = state.bound.parts[name], state.layer, state.draws
-        if draws is not None and part.thinned and state.settings.preset.thins:
+        binding, layer, draws = state.bound.bindings[name], state.layer, state.draws
+        if draws is not None and binding.thinned and state.settings.preset.thins:
             attention = state.settings.attention
-            heads = part.by_heads and attention == 'head'
-            length = part.length(x)
+            heads = binding.by_heads and attention == 'head'
+            length = binding.length(x)
             options['positions'] = None if heads else draws.positions(layer, length, self.class_tokens)
-            if part.by_heads:
+            if binding.by_heads:
                 options.update(mode=attention, heads=draws.heads(layer) if heads else None)
-        form, drop = self.sampled_form(), part.drop
+        form, drop = self.sampled_form(), binding.drop
         rate = 0 if drop is None or not drop.training else vars(drop).get('drop_prob', 0)
         if not rate:
-            return part(form, x, **options)
+            return binding(form, x, **options)
         images = None if draws is None else draws.images((*layer, name), len(x))
         if images is None:
-            return part(form, x, factor=draw_factor(drop, x, part.scale, rate), **options)
+            return binding(form, x, factor=draw_factor(drop, x, binding.scale, rate), **options)
 
         def on_some(x):
-            return part(form, x, factor=1 / (1 - rate), **options)
+            return binding(form, x, factor=1 / (1 - rate), **options)
 
-        return run_on_images(on_some, x, images, part.parameters())
+        return run_on_images(on_some, x, images, binding.parameters())
 
 
 class LeanBlock(LeanModule):

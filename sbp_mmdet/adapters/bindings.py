@@ -243,7 +243,7 @@ def mlp_of_ffn(norm: nn.Module, ffn: nn.Module) -> Binding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnsupportedBinding(Binding):
-    """Binding of a part that no operation supports.
+    """Binding of modules that no operation supports.
 
     Attributes:
         module (nn.Module): The unsupported module.

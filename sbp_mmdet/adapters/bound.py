@@ -22,7 +22,7 @@ class Bound(NamedTuple):
     """Operations of a changed module in its present state. They are bound once, and again when the state changes.
 
     Attributes:
-        parts (dict[str, Binding]): The operations that are used, by name.
+        bindings (dict[str, Binding]): The operations that are used, by name.
         unused (dict[str, Binding]): The operations that cannot be used, by name. Their modules run their own code.
         reason (str | None): Why the whole module runs its own code. If ``None``, it does not.
         left (list[tuple[nn.Module, str]]): Submodules that run their own code, with the reasons.
@@ -31,7 +31,7 @@ class Bound(NamedTuple):
         lacks_reference (bool): See :func:`lacks_reference`.
     """
 
-    parts: dict[str, Binding]
+    bindings: dict[str, Binding]
     unused: dict[str, Binding]
     reason: str | None
     left: list[tuple[nn.Module, str]]
@@ -81,23 +81,23 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
     reason = _find_reason(mixin, module, settings, running, unbound)
     if reason or unbound:
         return Bound({}, {}, reason, [], BypassedModules(module, ()), [], unbound)
-    parts, unused, used = {}, {}, []
+    bindings, unused, used = {}, {}, []
     bypasses = [*mixin.bypasses(module)]
     checked, left = [inside for inside, _ in bypasses], find_problems(bypasses, called=module)
     fatal = bool(left)
-    for name, part in mixin.parts(module).items():
-        bypassed = [*part.bypasses(form)]
+    for name, binding in mixin.bindings(module).items():
+        bypassed = [*binding.bypasses(form)]
         modules = [inside for inside, _ in bypassed]
         checked += modules
-        usable, problems = part.usable(form, module, bypassed)
+        usable, problems = binding.usable(form, module, bypassed)
         left += problems
         if usable is None:
-            unused[name] = part
+            unused[name] = binding
             continue
-        parts[name] = usable
+        bindings[name] = usable
         if not usable.shares_modules:
-            used += modules if usable is part else _bypassed_without(usable, form, problems)
-    if fatal or (unused and not (mixin.separable and parts)):
+            used += modules if usable is binding else _bypassed_without(usable, form, problems)
+    if fatal or (unused and not (mixin.separable and bindings)):
         names = {id(inside): name for name, inside in module.named_modules()}
         by_problem = {}
         for inside, problem in left:
@@ -107,13 +107,13 @@ def bind(mixin, module: nn.Module, settings: Settings, running: bool = False) ->
         return Bound({}, {}, reason, [], BypassedModules(module, checked), [], False)
     used += [] if mixin.shares_modules else [inside for inside, _ in bypasses]
     checked += mixin.watches(module)
-    return Bound(parts, unused, None, left, BypassedModules(module, checked), used, False)
+    return Bound(bindings, unused, None, left, BypassedModules(module, checked), used, False)
 
 
-def _bypassed_without(part, form, problems):
+def _bypassed_without(binding, form, problems):
     """Return the modules that an operation bypasses, without those that run their own code before it or after it."""
     unsupported = {id(module) for module, _ in problems}
-    return [module for module, _ in part.bypasses(form) if id(module) not in unsupported]
+    return [module for module, _ in binding.bypasses(form) if id(module) not in unsupported]
 
 
 def lacks_reference(mixin, form: Form) -> bool:

@@ -46,9 +46,11 @@ def bypassed_by(module: LeanModule) -> set[nn.Module]:
     """
     state = module._lean
     bound = bind(type(module), module, state.settings, running=True)
-    parts = (inside for part in bound.parts.values() for inside, _ in part.bypasses(state.settings.preset.form))
+    bypassed = (
+        inside for binding in bound.bindings.values() for inside, _ in binding.bypasses(state.settings.preset.form)
+    )
     others = (inside for inside, _ in module.bypasses()) if bound.reason is None else ()
-    return {*parts, *others} - {module}
+    return {*bypassed, *others} - {module}
 
 
 def modules_bypassed_in(model: nn.Module) -> set[nn.Module]:

@@ -31,8 +31,8 @@ class LeanTransformerLayer(LeanModule):
     checkpointed = shares_maps = reorders_dropout = True
     has_reference = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(layer=EncoderLayerBinding(self.attentions[0], self.ffns[0], tuple(self.norms)))
 
     def accepts(self, query: Tensor, *args, **kwargs) -> bool:
@@ -56,7 +56,7 @@ class LeanTransformerLayer(LeanModule):
         **kwargs,
     ) -> Tensor:
         """Run the layer with the arguments of mmcv's ``BaseTransformerLayer``; self-attention ignores the others."""
-        layer, given = self.part('layer'), SimpleNamespace(key_padding_mask=query_key_padding_mask)
+        layer, given = self.binding('layer'), SimpleNamespace(key_padding_mask=query_key_padding_mask)
         given.reference_points, given.spatial_shapes = reference_points, spatial_shapes
         given.level_start_index = level_start_index
         forms = self.form, self.sampled_form()

@@ -307,13 +307,13 @@ class LeanConv(LeanModule):
     samples = has_reference = False
     folds_frozen_norms = shares_maps = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(conv=ConvNormActBinding(self))
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the convolution on (N, C, H, W)."""
-        return self.part('conv')(self.form, x) if x.numel() else super(LeanModule, self).forward(x)
+        return self.binding('conv')(self.form, x) if x.numel() else super(LeanModule, self).forward(x)
 
 
 @adapter(mmcv.cnn.ConvModule)
@@ -323,14 +323,14 @@ class LeanConvModule(LeanModule):
     samples = has_reference = False
     folds_frozen_norms = shares_maps = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         norm, act = self.norm if self.with_norm else None, self.activate if self.with_activation else None
         return dict(layer=ConvNormActBinding(self.conv, norm, act))
 
     def lean_forward(self, x: Tensor, activate: bool = True, norm: bool = True) -> Tensor:
         """Run the layer on (N, C, H, W); see mmcv's ``ConvModule``."""
-        layer = self.part('layer')
+        layer = self.binding('layer')
         if not (norm and activate):
             layer = dataclasses.replace(layer, norm=layer.norm if norm else None, act=layer.act if activate else None)
         return layer(self.form, self.padding_layer(x) if self.with_explicit_padding else x)

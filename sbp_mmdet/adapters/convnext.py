@@ -17,8 +17,8 @@ class LeanConvNeXtBlock(LeanBlock):
 
     dims = 4
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         layers = (self.norm, self.pointwise_conv1, self.act, self.pointwise_conv2)
         others = dict(scaled_by=self, drop=self.drop_path, conv=self.depthwise_conv, grn=self.grn)
         return dict(mlp=ChannelMLPBinding(*layers, **others))
@@ -53,8 +53,8 @@ class _LeanDownsample(LeanModule):
     dims = 4
     stock = (nn.Sequential, Sequential)
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(patches=NormLinearBinding(*self))
 
     @classmethod
@@ -68,8 +68,8 @@ class _LeanStem(_LeanDownsample):
 
     samples = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(patches=PatchNormBinding(*self))
 
 
@@ -79,8 +79,8 @@ class LeanLayerNorm(LeanModule):
     samples = False
     separable = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(norm=LayerNormBinding(self))
 
     @property

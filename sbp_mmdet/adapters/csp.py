@@ -160,8 +160,8 @@ class _CSP(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the module on (N, C, H, W)."""
-        part = self.part('whole')
-        return part(self.form, x) if part is not None and x.numel() else self.one_by_one(x)
+        binding = self.binding('whole')
+        return binding(self.form, x) if binding is not None and x.numel() else self.one_by_one(x)
 
     def one_by_one(self, x: Tensor) -> Tensor:
         """Call the layers one after the other, each of which has an adapter of its own."""
@@ -179,8 +179,8 @@ class LeanCSPLayer(_CSP):
 
     runs_blocks = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(whole=CSPBinding(tuple(self.blocks), self)) if _is_known(self) else {}
 
     def watches(self):
@@ -194,8 +194,8 @@ class LeanShortcutBlock(_CSP):
 
     checkpointed = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(whole=CSPBinding((self,))) if is_known_block(self, called=True) else {}
 
     def watches(self):

@@ -299,8 +299,8 @@ class LeanDeformableEncoderLayer(LeanModule):
     checkpointed = shares_maps = reorders_dropout = True
     has_reference = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(layer=EncoderLayerBinding(self.self_attn, self.ffn, tuple(self.norms)))
 
     def accepts(self, query: Tensor, query_pos: Tensor, key_padding_mask: Tensor | None, **kwargs) -> bool:
@@ -311,7 +311,7 @@ class LeanDeformableEncoderLayer(LeanModule):
         """Run the layer on tokens (N, L, C)."""
         given = SimpleNamespace(key_padding_mask=key_padding_mask, **kwargs)
         positions = _draw_tokens(self, query, given.spatial_shapes.tolist)
-        return self.part('layer')(self.form, query, query_pos, given, self.sampled_form(), positions)
+        return self.binding('layer')(self.form, query, query_pos, given, self.sampled_form(), positions)
 
     @classmethod
     def token_ratio(cls, settings: Settings) -> float | None:

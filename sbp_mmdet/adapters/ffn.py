@@ -51,7 +51,7 @@ def recomputed(run: Callable, module: nn.Module, *args):
     first = {}
     places = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
 
-    parts, state = submodules([module]), None
+    inside, state = submodules([module]), None
 
     def run_with(*leaves):
         nonlocal state
@@ -59,7 +59,7 @@ def recomputed(run: Callable, module: nn.Module, *args):
         if state is not None:
             with state.restored():
                 return run(*given)
-        out, state = run(*given), ModuleState(parts)
+        out, state = run(*given), ModuleState(inside)
         return out
 
     return cp.checkpoint(run_with, *leaves, use_reentrant=False)
@@ -158,13 +158,13 @@ class LeanFFN(LeanModule):
     has_reference = False
     reorders_dropout = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(layers=_FFNBinding(self))
 
     def lean_forward(self, x: Tensor, identity: Tensor | None = None) -> Tensor:
         """Run the network on (..., C); the arguments are those of mmcv's ``FFN``."""
-        layers = self.part('layers')
+        layers = self.binding('layers')
         if isinstance(layers, _FFNBinding) and not (x.dim() == 3 and x.numel()):
             layers = None
         out = self.layers(x) if layers is None else layers(self.sampled_form(), x)

@@ -96,15 +96,15 @@ class LeanVGG(LeanModule):
     samples = has_reference = False
     separable = shares_maps = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`. The name of a part is the index of its convolution."""
-        layers, ends, parts, i = [*self.features], _output_indices(self), {}, 0
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`. The name of an operation is the index of its convolution."""
+        layers, ends, bindings, i = [*self.features], _output_indices(self), {}, 0
         while i < len(layers):
-            part = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
-            if part:
-                parts[str(i)] = part
-            i += part.num_members if part else 1
-        return parts
+            binding = None if unsupported(layers[i], 'convolution') else _layer(layers[i:], i, ends)
+            if binding:
+                bindings[str(i)] = binding
+            i += binding.num_members if binding else 1
+        return bindings
 
     def bypasses(self):
         """See :meth:`.LeanModule.bypasses`. The list of layers is never called."""
@@ -114,9 +114,9 @@ class LeanVGG(LeanModule):
         """Run the backbone on images (N, 3, H, W)."""
         outs, ends, i = [], _output_indices(self), 0
         while i < len(self.features):
-            part = self.part(str(i))
-            x = self.features[i](x) if part is None else part(self.form, x)
-            i += part.num_members if part else 1
+            binding = self.binding(str(i))
+            x = self.features[i](x) if binding is None else binding(self.form, x)
+            i += binding.num_members if binding else 1
             if i - 1 in ends:
                 outs.append(x)
         return outs[0] if len(outs) == 1 else tuple(outs)

@@ -58,8 +58,8 @@ class LeanRepVGGBlock(LeanModule):
     samples = has_reference = False
     separable = shares_maps = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         dense, point = self.rbr_dense, self.rbr_1x1
         return dict(
             dense=ConvNormBranchBinding(dense.conv, dense.norm, holder=dense),
@@ -69,7 +69,7 @@ class LeanRepVGGBlock(LeanModule):
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
         same = 0 if self.rbr_identity is None else self.rbr_identity(x)
-        dense, point = self.part('dense'), self.part('point')
+        dense, point = self.binding('dense'), self.binding('point')
         wide = self.rbr_dense(x) if dense is None else dense(self.form, x)
         small = self.rbr_1x1(x) if point is None else point(self.form, x)
         return self.nonlinearity(self.se(wide + (self.alpha * small if self.alpha else small) + same))

@@ -28,7 +28,7 @@ class _Convolutional(LeanModule):
     folds_frozen_norms = separable = shares_maps = True
 
     def layer(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Run a layer of :meth:`parts`, or the modules' own code if the operation cannot be used.
+        """Run a layer of :meth:`bindings`, or the modules' own code if the operation cannot be used.
 
         Args:
             name (str): Name of the layer.
@@ -38,8 +38,10 @@ class _Convolutional(LeanModule):
         Returns:
             Tensor: Output of the layer.
         """
-        part = self.part(name)
-        return self._lean.bound.unused[name].run_own_code(x, residual) if part is None else part(self.form, x, residual)
+        binding = self.binding(name)
+        if binding is None:
+            return self._lean.bound.unused[name].run_own_code(x, residual)
+        return binding(self.form, x, residual)
 
     def adds_outside(self, name: str) -> bool:
         """Return whether the last layer was bound without the block's last activation, see :func:`_adds_outside`.
@@ -48,7 +50,7 @@ class _Convolutional(LeanModule):
             name (str): Name of the last layer.
         """
         bound = self._lean.bound
-        return (bound.parts.get(name) or bound.unused[name]).act is None
+        return (bound.bindings.get(name) or bound.unused[name]).act is None
 
     @classmethod
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
@@ -91,8 +93,8 @@ def _run_plugins(block, number, x):
 class LeanBasicBlock(_Convolutional):
     """Basic block of ResNet: two convolutions."""
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(
             conv1=ConvNormActBinding(self.conv1, self.norm1, self.relu),
             conv2=ConvNormActBinding(self.conv2, self.norm2, None if _adds_outside(self) else self.relu),
@@ -106,24 +108,24 @@ class LeanBasicBlock(_Convolutional):
         return self.layer('conv2', out, residual=_shortcut(self, x))
 
 
-def _parts_of_bottleneck(block, **middle):
+def _bindings_of_bottleneck(block, **middle):
     """Return the operations of a bottleneck: its layers, and the whole block as a chain if its modules are known.
 
     Args:
         block (_Convolutional): The bottleneck.
         **middle (ConvNormActBinding): Layers between the first and the last convolution, by name.
     """
-    parts = dict(
+    bindings = dict(
         conv1=ConvNormActBinding(block.conv1, block.norm1, block.relu),
         conv3=ConvNormActBinding(block.conv3, block.norm3, None if _adds_outside(block) else block.relu),
         **middle,
     )
-    return parts | (dict(block=ResidualChainBinding((block,))) if may_chain(block, called=True) else {})
+    return bindings | (dict(block=ResidualChainBinding((block,))) if may_chain(block, called=True) else {})
 
 
 def _run_bottleneck(block: _Convolutional, x: Tensor, middle: Callable[[Tensor], Tensor]) -> Tensor:
     """Run a bottleneck, as a chain if it is one, otherwise layer by layer with the function ``middle`` in between."""
-    chain = block.part('block')
+    chain = block.binding('block')
     if chain is not None and x.numel():
         return chain(block.form, x)
     out = _run_plugins(block, 1, block.layer('conv1', x))
@@ -140,9 +142,9 @@ class LeanBottleneck(_Convolutional):
     It is called where it is no member of a :class:`.LeanStage`, for example in a head, and is a chain by itself there.
     """
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
-        return _parts_of_bottleneck(self, conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
+        return _bindings_of_bottleneck(self, conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu))
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
@@ -153,11 +155,11 @@ class LeanBottleneck(_Convolutional):
 class LeanBottle2neck(_Convolutional):
     """Bottleneck of Res2Net, which has a second convolution for each group of channels."""
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         layers = zip(self.convs, self.bns, strict=False)  # if there are more than groups, the rest is not called
         middle = {f'convs.{i}': ConvNormActBinding(conv, norm, self.relu) for i, (conv, norm) in enumerate(layers)}
-        return _parts_of_bottleneck(self, **middle)
+        return _bindings_of_bottleneck(self, **middle)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
@@ -180,9 +182,9 @@ class LeanBottle2neck(_Convolutional):
 class LeanSplitBottleneck(_Convolutional):
     """Bottleneck of ResNeSt, whose second convolution is a :class:`LeanSplitAttention`."""
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
-        return _parts_of_bottleneck(self)
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
+        return _bindings_of_bottleneck(self)
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on (N, C, H, W)."""
@@ -200,8 +202,8 @@ class LeanSplitAttention(_Convolutional):
 
     checkpointed = calls_layers = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(
             conv=ConvNormActBinding(self.conv, self.norm0, self.relu),
             fc1=ConvNormActBinding(self.fc1, self.norm1, self.relu),
@@ -225,8 +227,8 @@ class LeanResNet(_Convolutional):
 
     checkpointed = calls_layers = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         layer = ConvNormActBinding(self.conv1, self.norm1, self.relu)
         if _pools(self) and not unsupported(self.relu, 'ReLU') and not unsupported(self.maxpool, 'max pool'):
             layer = ConvPoolBinding(self.conv1, self.norm1, self.relu, self.maxpool)
@@ -234,7 +236,7 @@ class LeanResNet(_Convolutional):
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Run the backbone on images (N, 3, H, W)."""
-        stem = self.part('stem')
+        stem = self.binding('stem')
         x = self.relu(self.norm1(self.conv1(x))) if stem is None else stem(self.form, x)
         x = self.maxpool(x) if _pools(self) and not isinstance(stem, ConvPoolBinding) else x
         outs = []
@@ -262,8 +264,8 @@ class LeanHRNet(_Convolutional):
 
     checkpointed = calls_layers = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(
             conv1=ConvNormActBinding(self.conv1, self.norm1, self.relu),
             conv2=ConvNormActBinding(self.conv2, self.norm2, self.relu),

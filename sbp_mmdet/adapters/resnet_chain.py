@@ -91,16 +91,16 @@ class LeanStage(LeanModule):
     samples = has_reference = False
     folds_frozen_norms = separable = shares_maps = runs_blocks = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`. A chain has the name of its first block, a layer that of its convolution."""
-        parts, chain, kind = layers_of(self), [], None
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`. A chain is named after its first block, a layer after its convolution."""
+        bindings, chain, kind = layers_of(self), [], None
         for name, block in [*self._modules.items(), (None, None)]:
             own = None if block is None else _kind_of_chain(block)
             if chain and (own is not kind or kind.is_full([block for _, block in chain])):
-                parts[chain[0][0]] = kind(tuple(block for _, block in chain))
+                bindings[chain[0][0]] = kind(tuple(block for _, block in chain))
                 chain = []
             chain, kind = [*chain, (name, block)] if own else [], own
-        return parts
+        return bindings
 
     def watches(self):
         """See :meth:`.LeanModule.watches`."""
@@ -111,16 +111,16 @@ class LeanStage(LeanModule):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the members one after the other."""
-        done = 0  # number of following members that the latest part has computed
+        done = 0  # number of following members that the latest operation has computed
         for name, module in self._modules.items():
-            part = self.part(name)
+            binding = self.binding(name)
             if done:
                 done -= 1
-            elif part is None or (isinstance(part, ChainBinding) and not (x.dim() == 4 and x.numel())):
+            elif binding is None or (isinstance(binding, ChainBinding) and not (x.dim() == 4 and x.numel())):
                 x = module(x)
             else:
-                x = part(self.form, x)
-                done = part.num_members - 1
+                x = binding(self.form, x)
+                done = binding.num_members - 1
         return x
 
     @classmethod
@@ -128,7 +128,7 @@ class LeanStage(LeanModule):
         """See :meth:`.LeanModule.applies_to`."""
         roles = 'residual block', 'CSP block'
         blocks = any(not unsupported(block, role) for block in module.children() for role in roles)
-        return cls.is_stock(module) and (blocks or bool(cls.parts(module)))
+        return cls.is_stock(module) and (blocks or bool(cls.bindings(module)))
 
 
 def may_chain(block: nn.Module, called: bool = False) -> bool:

@@ -94,17 +94,17 @@ class LeanSwinBlock(LeanBlock):
     separable = True
     is_sequence = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(attention=WindowAttentionBinding(self.norm1, self.attn), mlp=mlp_of_ffn(self.norm2, self.ffn))
 
     def lean_forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Run the block on tokens (N, H * W, C) of a map of ``hw_shape`` (H, W)."""
-        if self.part('attention'):
+        if self.binding('attention'):
             x = self.run('attention', x, size=hw_shape)
         else:
             x = x + self.attn(self.norm1(x), hw_shape)
-        return self.run('mlp', x) if self.part('mlp') else self.ffn(self.norm2(x), identity=x)
+        return self.run('mlp', x) if self.binding('mlp') else self.ffn(self.norm2(x), identity=x)
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:
@@ -133,8 +133,8 @@ class _LeanPatchMerging(LeanModule):
     dims = 3
     stock = _find_stock('PatchMerging')
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(patches=NormLinearBinding(self.norm, self.reduction))
 
     def bypasses(self):
@@ -160,8 +160,8 @@ class _LeanPatchEmbed(LeanModule):
     samples = False
     stock = _find_stock('PatchEmbed')
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(patches=PatchNormBinding(self.projection, self.norm, channels_last=True))
 
     def lean_forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:

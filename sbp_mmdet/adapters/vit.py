@@ -23,8 +23,8 @@ class LeanViTBlock(LeanBlock):
     separable = True
     is_sequence = True
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         attn, mlp = self.attn, self.mlp
         first = ((attn, 'holder'), (self.ls1, 'layer scale'))
         second = ((mlp, 'holder'), (self.ls2, 'layer scale'))
@@ -36,8 +36,8 @@ class LeanViTBlock(LeanBlock):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on tokens (N, L, C)."""
-        x = self.run('attn', x) if self.part('attn') else self.attend(x)
-        return self.run('mlp', x) if self.part('mlp') else self.feed(x)
+        x = self.run('attn', x) if self.binding('attn') else self.attend(x)
+        return self.run('mlp', x) if self.binding('mlp') else self.feed(x)
 
     @classmethod
     def thinned_blocks(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,14 +57,14 @@ class LeanViTBlock(LeanBlock):
 class LeanTransformerEncoderLayer(LeanViTBlock):
     """ViT block of mmpretrain."""
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(attn=_attention_of(self), mlp=mlp_of_ffn(self.ln2, self.ffn))
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on tokens (N, L, C)."""
-        x = self.run('attn', x) if self.part('attn') else x + self.attn(self.ln1(x))
-        return self.run('mlp', x) if self.part('mlp') else self.ffn(self.ln2(x), identity=x)
+        x = self.run('attn', x) if self.binding('attn') else x + self.attn(self.ln1(x))
+        return self.run('mlp', x) if self.binding('mlp') else self.ffn(self.ln2(x), identity=x)
 
     @classmethod
     def others(cls, backbone: nn.Module, settings: Settings) -> dict:

@@ -77,8 +77,8 @@ class LeanViTDetBlock(LeanBlock):
     separable = True
     has_reference = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         mlp = self.mlp
         holders = ((mlp, 'MLP of a map'), (mlp.drop1, 'dropout of rate 0'), (mlp.drop2, 'dropout of rate 0'))
         return dict(
@@ -88,8 +88,8 @@ class LeanViTDetBlock(LeanBlock):
 
     def lean_forward(self, x: Tensor) -> Tensor:
         """Run the block on a map (N, H, W, C)."""
-        x = self.run('attn', x) if self.part('attn') else self._attend(x)
-        if not self.part('mlp'):
+        x = self.run('attn', x) if self.binding('attn') else self._attend(x)
+        if not self.binding('mlp'):
             return x + self.drop_path(self.mlp(self.norm2(x)))
         return self.run('mlp', x.flatten(1, 2)).view(x.shape)
 
@@ -112,6 +112,6 @@ class LeanLN2d(LeanModule):
     dims = 4
     samples = has_reference = False
 
-    def parts(self):
-        """See :meth:`.LeanModule.parts`."""
+    def bindings(self):
+        """See :meth:`.LeanModule.bindings`."""
         return dict(norm=LayerNormBinding(self))

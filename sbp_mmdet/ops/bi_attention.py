@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import OnHost, Operation, gradients_of, with_dtype
-from .common.layouts import chunks
+from .common.layouts import cut_into_chunks
 from .common.precision import accumulator
 from .common.used_outputs import UsedOutputs
 from .ffn import dropout_factor, random_state, replay_dropout
@@ -202,7 +202,7 @@ def _take_image(x, n):
 def _cut_rows(s, t):
     """Return the chunks of the tokens of an image, as slices."""
     width = max(s.num_heads * t.text.shape[1], len(t.query_weight))
-    return [chunk.rows for chunk in chunks(1, t.x.shape[1], width, t.x.device, s.chunk)]
+    return [chunk.rows for chunk in cut_into_chunks(1, t.x.shape[1], width, t.x.device, s.chunk)]
 
 
 def _forward(s, tensors, needs):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import sbp, take
 from ..stochastic_backprop.masks import Positions
-from .channel_mlp_backward import BackwardPass, MLPSaved, MLPWeights, chunks_of_map, folds_norm
+from .channel_mlp_backward import BackwardPass, MLPSaved, MLPWeights, cut_map_into_chunks, folds_norm
 from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import add_branch, fold_bias, normalise
 from .common.layouts import as_rows, from_rows, in_shape, layout_of, tokens_of
@@ -151,16 +151,16 @@ def _forward(settings, tensors, needs):
     # The branch of all tokens is computed, so the output is exact; the input is saved for the kept ones (Algorithm 1).
     s, t, normalised, saves_normalised = settings, tensors, None, _saves_normalised(settings, tensors)
     weights = MLPWeights(s, t, folds_norm(s, saves_normalised), (t.weight2, t.bias2))
-    parts = chunks_of_map(s, t, t.x)
-    if len(parts) == 1 and not isinstance(t.factor, Tensor) and not saves_normalised:
+    chunks = cut_map_into_chunks(s, t, t.x)
+    if len(chunks) == 1 and not isinstance(t.factor, Tensor) and not saves_normalised:
         branch = _run_rows(s, weights, _normed(s, weights, as_rows(t.x)))
         return _add_whole(t, from_rows(branch, t.shortcut.shape)), _save(s, t, needs, None, weights)
     x = tokens_of(t.x)
     if saves_normalised:
         normalised = normalise(x, s.eps, s.dtype)
-        branch = ((chunk, _run_rows(s, weights, chunk.take_rows(normalised[0]))) for chunk in parts)
+        branch = ((chunk, _run_rows(s, weights, chunk.take_rows(normalised[0]))) for chunk in chunks)
     else:
-        branch = ((chunk, _run_rows(s, weights, _normed(s, weights, chunk.take_rows(x)))) for chunk in parts)
+        branch = ((chunk, _run_rows(s, weights, _normed(s, weights, chunk.take_rows(x)))) for chunk in chunks)
     return add_branch(t.shortcut, branch, t.gamma, t.factor, s.dtype), _save(s, t, needs, normalised, weights)
 
 

@@ -34,10 +34,11 @@ from .common.folding import (
     unfold,
     unit_of_channels,
 )
+from .common.layer_norms import TokenNorm
 from .common.layouts import (
     Chunk,
     as_rows,
-    chunks,
+    cut_into_chunks,
     empty_tokens,
     from_rows,
     in_shape,
@@ -47,9 +48,8 @@ from .common.layouts import (
 )
 from .common.precision import FULL, Stored, Sums, cast, cast_all, zeros_for
 from .common.row_sampling import add_mean_term_, centre_, choose_rows_of_means, sample_rows
-from .common.token_norm import TokenNorm
 
-__all__ = ['BackwardPass', 'MLPSaved', 'MLPWeights', 'chunks_of_map', 'folds_norm']
+__all__ = ['BackwardPass', 'MLPSaved', 'MLPWeights', 'cut_map_into_chunks', 'folds_norm']
 
 aten = torch.ops.aten
 _PARAMETERS = 'norm_weight', 'norm_bias', 'weight1', 'bias1', 'weight2', 'bias2'
@@ -124,7 +124,7 @@ def folds_norm(settings, saves_normalised: bool) -> bool:
     return settings.dtype not in FULL or saves_normalised
 
 
-def chunks_of_map(settings, t, x: Tensor, keep: Tensor | None = None) -> list[Chunk]:
+def cut_map_into_chunks(settings, t, x: Tensor, keep: Tensor | None = None) -> list[Chunk]:
     """Return the chunks that the rows of a map or of tokens are computed in.
 
     Args:
@@ -134,7 +134,9 @@ def chunks_of_map(settings, t, x: Tensor, keep: Tensor | None = None) -> list[Ch
         keep (Tensor | None): Indices of the kept tokens. If ``None``, all are kept. Default: None.
     """
     length = x.shape[1] if x.dim() == 3 else x.shape[2] * x.shape[3]
-    return chunks(x.shape[0], length if keep is None else len(keep), t.weight1.shape[0], x.device, settings.chunk)
+    return cut_into_chunks(
+        x.shape[0], length if keep is None else len(keep), t.weight1.shape[0], x.device, settings.chunk
+    )
 
 
 class BackwardPass:
@@ -195,9 +197,9 @@ class BackwardPass:
     def run(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of ``x`` and, in the order of the tensors, of the parameters."""
         grad, keep, source, conv = self.grad, self.saved.keep, self.saved.source, self.t.conv
-        parts = chunks_of_map(self.settings, self.t, grad, keep)
+        chunks = cut_map_into_chunks(self.settings, self.t, grad, keep)
         x = None if conv is None else conv.run()
-        if len(parts) == 1 and keep is None and self.factor is None:
+        if len(chunks) == 1 and keep is None and self.factor is None:
             return self._run_whole(x), self._gradients()
         tokens = tokens_of(grad)
         if x is not None:
@@ -207,7 +209,7 @@ class BackwardPass:
             some = choose_rows_of_means(len(tokens), source.values.shape[1])
             self._find_means(*self._activations(source, some)[:2])
         dx = self._allocate_gradient(source) if self.needs.x else None
-        for chunk in parts:
+        for chunk in chunks:
             part = tokens[chunk.images, chunk.rows]
             if keep is not None:
                 part = chunk.take_rows(tokens, keep).view(chunk.num_images, -1, tokens.shape[2])

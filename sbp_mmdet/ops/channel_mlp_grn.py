@@ -35,7 +35,7 @@ from .common.folding import (
     unfold,
     unscale,
 )
-from .common.layouts import chunks, in_shape, tokens_of
+from .common.layouts import cut_into_chunks, in_shape, tokens_of
 from .common.precision import Stored, accumulate, accumulator, cast_all, column_sums, store, zeros_for
 from .common.rerun_conv import Conv
 from .common.row_sampling import sample_rows
@@ -138,11 +138,11 @@ def grn_mlp(settings: GRNSettings, tensors: GRNTensors) -> Tensor:
 def _forward(settings, tensors, needs):
     t, weights = tensors, _Weights.folded(tensors, settings.dtype)
     xhat, rstd = normalise(tokens_of(t.x), settings.eps, settings.dtype)
-    parts = chunks(*xhat.shape[:2], len(weights.w1), xhat.device, settings.chunk)
+    chunks = cut_into_chunks(*xhat.shape[:2], len(weights.w1), xhat.device, settings.chunk)
     activations = _LastChunk(lambda chunk: _activate(settings, weights.hidden(chunk.take_rows(xhat))))
     # First pass over the positions: G. Second pass: u and y.
     response = torch.zeros(len(xhat), len(weights.w1), dtype=accumulator(xhat), device=xhat.device)
-    for chunk in parts:
+    for chunk in chunks:
         squares = activations.of(chunk).to(response.dtype, copy=True).square_()
         response[chunk.images] += _by_image(chunk, squares).sum(1)
         del squares
@@ -154,7 +154,7 @@ def _forward(settings, tensors, needs):
         u = torch.addcmul(bias, _by_image(chunk, activations.take(chunk)), scale[chunk.images].unsqueeze(1))
         return torch.addmm(weights.b2, u.flatten(0, 1), weights.w2.t())
 
-    branch = ((chunk, run_second_layer(chunk)) for chunk in reversed(parts))
+    branch = ((chunk, run_second_layer(chunk)) for chunk in reversed(chunks))
     out = add_branch(t.shortcut, branch, t.gamma, t.factor, settings.dtype)
     given = t._replace(x=None, shortcut=None)
     if t.conv is not None:
@@ -185,17 +185,17 @@ def _backward(settings, saved, grad, needs):
         grn_bias=zeros_for(t.grn_bias),
         responses=torch.zeros_like(response.norm),
     )
-    parts = chunks(*xhat.shape[:2], len(weights.w1), xhat.device, settings.chunk)
+    chunks = cut_into_chunks(*xhat.shape[:2], len(weights.w1), xhat.device, settings.chunk)
 
     def compute_hidden(chunk):
         h = weights.hidden(chunk.take_rows(xhat))
         return h, _activate(settings, h), chunk.take_rows(scaled) @ weights.w2  # the last one is du = (gamma * g) W2
 
     hidden = _LastChunk(compute_hidden)
-    for chunk in parts:
+    for chunk in chunks:
         _add_second_layer(settings, t, response, sums, chunk, hidden.of(chunk), chunk.take_rows(outer))
     through, dx = response.backward(t, sums.responses), torch.empty_like(xhat)
-    for chunk in reversed(parts):
+    for chunk in reversed(chunks):
         dh = _hidden_gradient(settings, response, through, chunk, *hidden.take(chunk))
         _add_first_layer(settings, sums, dh, chunk.take_rows(xhat))
         chunk.put_(dx, dh @ weights.w1)

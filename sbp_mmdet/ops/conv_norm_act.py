@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Form, Operation, gradients_of, with_dtype
+from .common.batch_and_group_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
 from .common.fixed_norms import Factors, FixedNorms, gradients_of_fixed
 from .common.folded_convolution import convolve, convolve_backward, weight_needed
 from .common.kept_maps import KeptMap, keep, keep_input, keep_term
-from .common.map_norms import Statistics, affine_of_norm, normalise, normalise_backward, zero_of
 from .common.precision import cast
 from .common.shared_maps import mark_as_made_here, share_map
 from .common.weight_standardisation import standardise

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.batch_and_group_norms import Statistics
 from .common.fixed_norms import NO_GRADIENTS
 from .common.kept_maps import KeptCat, KeptMap, affine
-from .common.map_norms import Statistics
 from .common.precision import cast
 from .residual_layer import (
     NUM_TENSORS,

@@ -26,9 +26,9 @@ from .common.autograd_function import (
     saved_tensors_of,
     take_tensors_out,
 )
+from .common.batch_and_group_norms import affine_of_norm, keeps_full_precision, zero_of
 from .common.folded_convolution import weight_needed
 from .common.kept_maps import DEEPEST, keep, keep_input
-from .common.map_norms import affine_of_norm, keeps_full_precision, zero_of
 from .common.precision import cast, no_autocast
 from .common.shared_maps import mark_as_made_here, share_map
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, with_dtype
+from .common.layer_norms import RecomputedNorm
 from .common.layouts import CHUNK
-from .common.normed import Normed
 from .common.precision import Stored, accumulate, column_sums, promote, store
 from .common.shared_maps import find_shared_map
 
@@ -103,12 +103,12 @@ class DeformableSaved(NamedTuple):
     Attributes:
         given (DeformableTensors): The inputs.
         attended (Stored): Output of the sampling kernel, shape (N, Q, C).
-        value (Normed | None): What computes the input of the values. If ``None``, that is among the inputs.
+        value (RecomputedNorm | None): What computes the input of the values. If ``None``, that is among the inputs.
     """
 
     given: DeformableTensors
     attended: Stored
-    value: Normed | None
+    value: RecomputedNorm | None
 
 
 def deformable_attention(settings: DeformableSettings, tensors: DeformableTensors) -> Tensor:
@@ -378,7 +378,7 @@ def _attention_forward(settings, tensors, needs):
     out = F.linear(attended, t.output_weight.to(s.dtype), t.output_bias.to(s.dtype))
     # An encoder's output is saved by its last layer, as the sum in front of its last norm.
     value = find_shared_map(t.value)
-    value = value if isinstance(value, Normed) else None
+    value = value if isinstance(value, RecomputedNorm) else None
     return out, DeformableSaved(t if value is None else t._replace(value=None), store(attended, s.form.storage), value)
 
 

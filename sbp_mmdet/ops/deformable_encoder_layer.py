@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..stochastic_backprop.algorithm1 import take
 from .common.autograd_function import OnHost, Operation, gradients_of, with_dtype
-from .common.layouts import add_rows_, chunks
-from .common.normed import Normed, norm, norm_backward
+from .common.layer_norms import RecomputedNorm, norm_backward, run_norm
+from .common.layouts import add_rows_, cut_into_chunks
 from .common.precision import Sums, cast, cast_all, column_sums
 from .common.row_sampling import sample_rows
 from .common.shared_maps import find_shared_map, share_map
@@ -74,14 +74,14 @@ class EncoderSaved(NamedTuple):
     """Tensors saved for the backward pass.
 
     Attributes:
-        x (Tensor | Normed): Input, or the norm that computes it.
+        x (Tensor | RecomputedNorm): Input, or the norm that computes it.
         attended (Tensor | None): Output of the sampling kernel, shape (N, L, C). If ``None``, it is recomputed.
         sum (Tensor): Sum in front of the second norm, shape (N, L, C).
         given (EncoderTensors): The other inputs.
         state (OnHost | None): State of the generator before dropout. If ``None``, there is no dropout.
     """
 
-    x: Tensor | Normed
+    x: Tensor | RecomputedNorm
     attended: Tensor | None
     sum: Tensor
     given: EncoderTensors
@@ -151,9 +151,10 @@ class _RowwiseLayers:
             and the chunk of these.
         """
         keep, drop = self.t.positions[:2] if self.t.positions else (None, None)
+        elements, form = self.s.ffn.chunk, self.s.attention.form
         for index, kept in ((keep, True),) if drop is None else ((keep, True), (drop, False)):
             each = x.shape[1] if index is None else len(index)
-            for chunk in chunks(len(x), each, self.ffn.width, x.device, self.s.ffn.chunk, self.s.attention.form):
+            for chunk in cut_into_chunks(len(x), each, self.ffn.width, x.device, elements, form):
                 yield index, kept, chunk
 
     def add_attention(self, x, attended):
@@ -167,9 +168,9 @@ class _RowwiseLayers:
     def forward(self, x, attended):
         """Compute the sum in front of the second norm, and the output."""
         t, eps = self.t, self.s.eps
-        y = norm(self.add_attention(x, attended)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
+        y = run_norm(self.add_attention(x, attended)[0], t.norm1_weight, t.norm1_bias, eps[0])[0]
         total = y + self.ffn.forward(y)
-        return total, norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
+        return total, run_norm(total, t.norm2_weight, t.norm2_bias, eps[1])[0]
 
     def backward(self, x, attended, total, grad, kept):
         """Compute the gradients of rows of x, without the path through the attention, and of the kernel's output.
@@ -183,8 +184,8 @@ class _RowwiseLayers:
         """
         t, eps, sums = self.t, self.s.eps, self.sums
         before, factor = self.add_attention(x, attended)
-        y, *statistics = norm(before, t.norm1_weight, t.norm1_bias, eps[0])
-        second = norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
+        y, *statistics = run_norm(before, t.norm1_weight, t.norm1_bias, eps[0])
+        second = run_norm(total, t.norm2_weight, t.norm2_bias, eps[1])[1:]
         grad = self._norm_backward('norm2', grad, total, second)
         if kept:
             grad = grad.add_(self.ffn.backward(y, grad))
@@ -224,8 +225,8 @@ def _layer_forward(settings, tensors, needs):
     if not any(needs):
         return out, None
     source = find_shared_map(x)
-    source = source if isinstance(source, Normed) else x
-    share_map(out, Normed(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
+    source = source if isinstance(source, RecomputedNorm) else x
+    share_map(out, RecomputedNorm(total, t.norm2_weight, t.norm2_bias, settings.eps[1], out.dtype))
     # With `int8` it is recomputed too: rounded, it would move hidden values close to zero across the ReLU's kink.
     attended = None if s.form.minimal or s.form.storage == 'int8' else attended
     return out, EncoderSaved(source, attended, total, tensors._replace(x=None), state)
@@ -233,7 +234,7 @@ def _layer_forward(settings, tensors, needs):
 
 def _layer_backward(settings, saved, grad, needs):
     s, t = settings.attention, _in_precision_of_products(saved.given, settings.attention.dtype)
-    x = saved.x.load() if isinstance(saved.x, Normed) else saved.x
+    x = saved.x.load() if isinstance(saved.x, RecomputedNorm) else saved.x
     attention, attended = _attention_tensors(t, x), saved.attended
     if attended is None:
         attended = run_kernel(s, attention, *kernel_inputs(s, attention))

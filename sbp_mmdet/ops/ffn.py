@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.autograd_function import Form, OnHost, Operation, gradients_of, with_dtype
-from .common.layouts import chunks
+from .common.layouts import cut_into_chunks
 from .common.precision import Sums, cast_all, column_sums
 from .common.row_sampling import sample_rows
 
@@ -228,7 +228,7 @@ def feed_forward(settings: FFNSettings, tensors: FFNTensors) -> Tensor:
 
 
 def _chunks(settings, x, run):
-    return chunks(*x.shape[:2], run.width, x.device, settings.chunk, settings.form)
+    return cut_into_chunks(*x.shape[:2], run.width, x.device, settings.chunk, settings.form)
 
 
 def _forward(settings, tensors, needs):

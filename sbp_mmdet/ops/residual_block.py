@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .common.activations import Activation
 from .common.average_pool import AveragePool, average_pool, average_pool_backward
+from .common.batch_and_group_norms import affine_of_norm, zero_of
 from .common.fixed_norms import FixedGradients
 from .common.kept_maps import KeptMap, keep
 from .common.layouts import memory_format
-from .common.map_norms import affine_of_norm, zero_of
 from .common.sign_bits import SignPacker, SignReader
 from .residual_layer import KeptLayer, Layer, layer_backward, rerun_layer, run_layer
 from .split_layer import SplitLayer, SplitSettings

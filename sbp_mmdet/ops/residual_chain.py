@@ -25,8 +25,8 @@ from .common.autograd_function import (
     saved_tensors_of,
     take_tensors_out,
 )
+from .common.batch_and_group_norms import keeps_full_precision
 from .common.kept_maps import keep, keep_input
-from .common.map_norms import keeps_full_precision
 from .common.precision import cast, no_autocast
 from .common.shared_maps import share_map
 from .common.sign_bits import SignPacker, SignReader

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .common.batch_and_group_norms import Statistics, affine_of_norm, compute_shift, normalise, normalise_backward
 from .common.fixed_norms import Factors, FixedGradients, FixedNorms, gradients_of_fixed
 from .common.folded_convolution import convolve, convolve_backward
 from .common.kept_maps import affine
-from .common.map_norms import Statistics, affine_of_norm, compute_shift, normalise, normalise_backward
 from .common.precision import accumulator, cast, cast_all
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .common.average_pool import AveragePool, average_pool, average_pool_backward
+from .common.batch_and_group_norms import affine_of_norm
 from .common.fixed_norms import FixedGradients
-from .common.map_norms import affine_of_norm
 from .residual_layer import KeptLayer, Layer, layer_backward, run_layer
 
 __all__ = ['SplitLayer', 'SplitSettings']

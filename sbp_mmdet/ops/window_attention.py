@@ -27,10 +27,10 @@ from torch import Tensor
 
 from .common.autograd_function import Form, Operation, gradients_of, with_dtype
 from .common.folding import add_branch, incoming_rows, normalise
+from .common.layer_norms import TokenNorm
 from .common.layouts import Chunk
 from .common.precision import FULL, Stored, Sums, accumulator, cast, cast_all, column_sums, multiply, store
 from .common.row_sampling import sample_rows
-from .common.token_norm import TokenNorm
 from .window_layout import CollectedRows, window_layout
 
 __all__ = ['WindowSettings', 'WindowTensors', 'window_attention']

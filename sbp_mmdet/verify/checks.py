@@ -309,7 +309,7 @@ class _Watch:
             kind.stored['now'] = compare_sides(
                 make_side(False) if tokens else own, thinned, lambda name: not tokens, slack
             )['now']
-        drops = any(getattr(part.drop, 'drop_prob', 0) for part in state.bound.parts.values())
+        drops = any(getattr(binding.drop, 'drop_prob', 0) for binding in state.bound.bindings.values())
         if isinstance(state.draws, StepDraws) and state.settings.skip_dropped_images and drops:
             compare_sides(
                 Side(module, lambda: self._with_dropped_images(module, bridged)),

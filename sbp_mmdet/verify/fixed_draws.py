@@ -86,7 +86,7 @@ def dropped_images(state: LeanState) -> Iterator[None]:
     Args:
         state (LeanState): State of the module.
     """
-    drops = [part.drop for part in state.bound.parts.values() if getattr(part.drop, 'drop_prob', 0)]
+    drops = [binding.drop for binding in state.bound.bindings.values() if getattr(binding.drop, 'drop_prob', 0)]
     for drop in drops:
         drop.forward = functools.partial(_drop_every_other, drop)
     try:

@@ -13,7 +13,7 @@ __all__ = [
     'Chunk',
     'add_rows_',
     'as_rows',
-    'chunks',
+    'cut_into_chunks',
     'elements_at_a_time',
     'empty_tokens',
     'from_rows',
@@ -192,7 +192,7 @@ def elements_at_a_time(device: torch.device, form=None) -> int:
     return max(most // 2, min(most, _LEAST)) if form is not None and form.small_chunks else most
 
 
-def chunks(
+def cut_into_chunks(
     images: int, each: int, width: int, device: torch.device, elements: int | None = None, form=None
 ) -> list[Chunk]:
     """Cut rows into chunks of about the same size, because a short one costs a GPU as many launches as a long one.

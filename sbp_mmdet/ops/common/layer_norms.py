@@ -1,14 +1,16 @@
-"""The layer norm in front of linear layers: computed in full precision, for matrix products in another precision."""
+"""Layer norms over the last dimension, inside of operations: in front of linear layers, or recomputed."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .folding import unit_statistics
-from .precision import cast
+from .precision import cast, promote
 
-__all__ = ['TokenNorm']
+__all__ = ['RecomputedNorm', 'TokenNorm', 'norm_backward', 'run_norm']
 
-_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 class TokenNorm:
@@ -77,4 +79,68 @@ class TokenNorm:
         if statistics is None:
             numbers = unit_statistics(x.shape[:-1].numel(), self.full, x.device)
             statistics = numbers if x.dim() == 2 else [number.view(*x.shape[:-1], 1) for number in numbers]
-        return _norm_backward(grad, x, x.shape[-1:], *statistics, self.weight, self.bias, needs)
+        return _backward(grad, x, x.shape[-1:], *statistics, self.weight, self.bias, needs)
+
+
+def run_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a layer norm over the last dimension in the higher precision of input and weight.
+
+    Args:
+        x (Tensor): Input, shape (..., C).
+        weight (Tensor): Shape (C,).
+        bias (Tensor): Shape (C,).
+        eps (float): Added to the variance.
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Output, mean, reciprocal deviation.
+    """
+    if x.dtype is not weight.dtype:
+        x, weight, bias = _in_one_precision(x, weight, bias)
+    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, statistics: tuple[Tensor, Tensor], weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of :func:`run_norm`.
+
+    Args:
+        grad (Tensor): Gradient of the output, shape (..., C).
+        x (Tensor): Input, of the same shape.
+        statistics (tuple[Tensor, Tensor]): Mean and reciprocal deviation.
+        weight (Tensor): Shape (C,).
+        bias (Tensor): Shape (C,).
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: Gradients of input, weight and bias.
+    """
+    if x.dtype is not weight.dtype:
+        x, weight, bias = _in_one_precision(x, weight, bias)
+    return _backward(grad.to(x.dtype), x, x.shape[-1:], *statistics, weight, bias, [True, True, True])
+
+
+def _in_one_precision(x, weight, bias):
+    """Cast input, weight and bias to the higher precision of the first two, because CUDA's kernel takes only one."""
+    dtype = promote(x.dtype, weight.dtype)
+    return x.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+class RecomputedNorm(NamedTuple):
+    """Output of a layer norm, recomputed from the norm's input.
+
+    Attributes:
+        x (Tensor): Input of the norm.
+        weight, bias (Tensor): Affine part.
+        eps (float): Added to the variance.
+        dtype (torch.dtype): Precision of the output.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    dtype: torch.dtype
+
+    def load(self) -> Tensor:
+        """Compute the output."""
+        return run_norm(self.x, self.weight, self.bias, self.eps)[0].to(self.dtype)
