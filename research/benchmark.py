@@ -32,7 +32,7 @@ from step_runs import measure_steps
 from tables import append_line, benchmark_table
 
 from sbp_mmdet.plan.device import check_device, use_device
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 from sbp_mmdet.presets import PRESETS
 
 DEFAULT = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'sbp']
@@ -102,7 +102,7 @@ def main():
         if not cuda:
             _keep_freed_memory()
         case = dict(batch=args.batch, height=height, width=width, boxes=args.boxes, device=args.device)
-        config = plain(load_config(args.config, args.cfg_options))
+        config = make_plain(load_config(args.config, args.cfg_options))
         note = functools.partial(append_line, args.lines) if args.lines else lambda row: None
         note(dict(machine=describe_machine(args.device)))
         if args.step:

@@ -17,7 +17,7 @@ from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import add_inputs, count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.planner import parse_size
 from sbp_mmdet.plan.tables import Column, format_table
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 OUTSIDE = ('neck', 'RPN', 'RoI', 'head', 'coder', 'quer', 'memory', 'other')
@@ -46,7 +46,7 @@ def main():
         boxes=args.boxes or count_crowded_boxes(inputs.batch),
     )
     batch_shape['channels'] = inputs.channels
-    rows, base = [], plain(config)
+    rows, base = [], make_plain(config)
     for variant in args.variants:
         keys = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
         row = measure_detector(with_variant(base, variant, **keys), **batch_shape)

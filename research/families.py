@@ -34,7 +34,7 @@ from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector, build_training, measure_detector
 from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.tables import Column
-from sbp_mmdet.plan.variants import find_presets, load_config, name_full_checkpointing, plain, with_variant
+from sbp_mmdet.plan.variants import find_presets, load_config, make_plain, name_full_checkpointing, with_variant
 from sbp_mmdet.presets import PRESETS
 
 nms = importlib.import_module('mmcv.ops.nms')  # the package has a function of this name
@@ -136,7 +136,7 @@ def compare(config: Config, double: bool, size: tuple[int, int]) -> dict:
             torch.manual_seed(0)
             if double:
                 _compute_in_double()
-            model, _, batch = build_training(plain(config), height=size[0], width=size[1], **CASE)
+            model, _, batch = build_training(make_plain(config), height=size[0], width=size[1], **CASE)
             if double:
                 _double(model, batch)
             settle(model, batch)
@@ -183,7 +183,7 @@ def count(
     Returns:
         dict: The batch; ``peaks`` and ``stored`` bytes, and ``seconds``, by variant.
     """
-    config, peaks, stored, seconds = plain(config), {}, {}, {}
+    config, peaks, stored, seconds = make_plain(config), {}, {}, {}
     inputs = find_training_inputs(config, size=size)
     inputs = inputs._replace(batch=min(inputs.batch, images or inputs.batch))
     apply = find_presets(build_detector(config, 'cpu')[0])

@@ -20,7 +20,7 @@ from sbp_mmdet.plan.batch_size import find_largest_batch, learning_rate
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.planner import count_needed_bytes
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 RESULTS = CHECKOUT / 'docs/results/largest_batches.json'
@@ -50,7 +50,7 @@ def row_of(key: str) -> dict:
     start = time.process_time()
     name, variant = key.split('/')
     path = DETECTORS[name]
-    config = plain(load_config(path if '::' in path else str(CHECKOUT / path)))
+    config = make_plain(load_config(path if '::' in path else str(CHECKOUT / path)))
     inputs, counted = find_training_inputs(config), {}
     options = dict(skip_dropped_images=False) if PRESETS[variant.split('+')[0]].form else {}
     changed = with_variant(config, variant, **options)

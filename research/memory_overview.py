@@ -22,7 +22,7 @@ from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import count_crowded_boxes
 from sbp_mmdet.plan.planner import count_needed_bytes
 from sbp_mmdet.plan.tables import Column
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 RESULTS = CHECKOUT / 'docs/results/memory_overview.json'
@@ -117,7 +117,7 @@ def count(detector: Detector, variant: str) -> dict:
     Returns:
         dict: ``backbone`` (bytes that it stores for the backward pass), ``peak`` and ``needs``, in bytes.
     """
-    config = plain(load_config(detector.config, {'optim_wrapper.type': _WRAPPERS[detector.precision]}))
+    config = make_plain(load_config(detector.config, {'optim_wrapper.type': _WRAPPERS[detector.precision]}))
     keys = dict(skip_dropped_images=False) if PRESETS[variant].form else {}
     height, width = detector.size
     batch_shape = dict(batch=detector.batch, height=height, width=width, boxes=count_crowded_boxes(detector.batch))

@@ -26,7 +26,7 @@ from sbp_mmdet.hooks import LeanHook
 from sbp_mmdet.plan.batch import at_the_first_step
 from sbp_mmdet.plan.detector import build_detector
 from sbp_mmdet.plan.tables import Column
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 from sbp_mmdet.presets import PRESETS
 
 RUNS = ('none', 'exact', 'last bit changed')
@@ -147,7 +147,7 @@ def train(folder: Path, data: Path, name: str, run: str, steps: int) -> dict:
     """
     small, losses, row = MODELS[name], [], {}
     with sources(folder, small.config), at_the_first_step():
-        config: Config = plain(load_config(str(folder / small.config), small.options))
+        config: Config = make_plain(load_config(str(folder / small.config), small.options))
         _with_one_class(config.model)
         config.optim_wrapper = dict(
             type='OptimWrapper', optimizer=dict(type='AdamW', lr=2e-4, weight_decay=1e-4), clip_grad=dict(max_norm=1.0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from sbp_mmdet.models.weights import quiet
 from sbp_mmdet.plan.detector import build_detector
-from sbp_mmdet.plan.variants import plain
+from sbp_mmdet.plan.variants import make_plain
 
 __all__ = ['build_model', 'train_batches']
 
@@ -19,7 +19,7 @@ __all__ = ['build_model', 'train_batches']
 def build_model(config: Config, checkpoint: str | None = None, device: str = 'cpu', seed: int = 0) -> nn.Module:
     """Build the plain detector of a config, in training mode."""
     set_random_seed(seed)
-    model, _ = build_detector(plain(config), device)
+    model, _ = build_detector(make_plain(config), device)
     checkpoint = checkpoint or config.get('load_from')
     with quiet():
         if checkpoint is None:

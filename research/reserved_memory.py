@@ -17,7 +17,7 @@ from provenance import CHECKOUT, commit
 
 from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 
 RESULTS = CHECKOUT / 'docs/results/reserved_memory.json'
 DETECTORS = {
@@ -48,7 +48,7 @@ def row_of(key: str) -> dict:
     """
     start = time.process_time()
     name, variant = key.split('/')
-    config = plain(load_config(f'mmdet::{DETECTORS[name]}'))
+    config = make_plain(load_config(f'mmdet::{DETECTORS[name]}'))
     inputs = find_training_inputs(config)
     options = {} if variant == 'none' else dict(skip_dropped_images=False)
     batch_shape = dict(

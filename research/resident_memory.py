@@ -25,7 +25,7 @@ from provenance import describe_machine, output_file, write_json
 from sbp_mmdet.plan.detector import build_detector
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import parse_size
-from sbp_mmdet.plan.variants import NotApplicable, load_config, plain, with_variant
+from sbp_mmdet.plan.variants import NotApplicable, load_config, make_plain, with_variant
 
 DEFAULT = ['none', 'with_cp+targets', 'with_cp+targets+cp-heads+cp-rpn+cp-neck', 'exact', 'int8']
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt: large blocks come by mmap and go back when they are freed
@@ -47,7 +47,7 @@ def lift(config: str, variant: str, batch: int, size: tuple[int, int], boxes: in
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         libc.mallopt(option, 1 << 16)
     set_random_seed(0)  # all variants have the same weights, and so the same proposals and dropped images
-    changed = with_variant(plain(load_config(config)), variant)
+    changed = with_variant(make_plain(load_config(config)), variant)
     if changed.model.backbone.get('drop_path_rate'):
         changed.model.backbone.drop_path_rate = 0.0  # one image would be dropped by other blocks in each variant
     model, _ = build_detector(changed, torch.device('cpu'))
@@ -117,7 +117,7 @@ def main():
             found = lift(args.config, args.variants[0], args.batch, args.size, args.boxes, args.one == 'counted')
         print(f'LIFT {found:.1f}')
         return
-    rows, config = [], plain(load_config(args.config))
+    rows, config = [], make_plain(load_config(args.config))
     for variant in args.variants:
         try:
             with_variant(config, variant)

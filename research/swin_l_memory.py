@@ -27,7 +27,7 @@ from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 from sbp_mmdet.plan.tables import Column, format_table
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 
 RESULTS = CHECKOUT / 'docs/results/swin_l_memory.json'
 CONFIG = 'mmdet::dino/dino-5scale_swin-l_8xb2-12e_coco.py'
@@ -62,7 +62,7 @@ def row_of(what: str) -> dict:
         ``logged``; and ``pixels`` of the batch that explains the measurement, relative to the first size.
     """
     start = time.process_time()
-    config = copy.deepcopy(plain(load_config(CONFIG)))
+    config = copy.deepcopy(make_plain(load_config(CONFIG)))
     config.model.backbone.with_cp = 'backbone' in what
     if 'encoder' in what:
         config.custom_hooks = [dict(type='CheckpointModulesHook', modules=['encoder.layers'])]
@@ -89,7 +89,7 @@ def pixels_of_batches() -> np.ndarray:
         return drawn[-1]
 
     with mock.patch.object(worst_batch, '_count_pixels', note):
-        find_training_inputs(plain(load_config(CONFIG)))
+        find_training_inputs(make_plain(load_config(CONFIG)))
     height, width = SIZES[0]
     return np.sort(drawn[0]) / (2 * height * width)
 

@@ -32,7 +32,7 @@ from sbp_mmdet.plan.detector import measure_detector
 from sbp_mmdet.plan.inputs import count_crowded_boxes, find_training_inputs
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
 from sbp_mmdet.plan.tables import Column
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 
 _HERE = Path(__file__).resolve().parents[1]
 RESULTS = _HERE / 'docs/results/zoo_memory.json'
@@ -61,7 +61,7 @@ def read_published() -> dict[str, float]:
 def count(name: str) -> dict:
     """Return the bytes that the planner counts for a config."""
     start = time.process_time()
-    config = with_sampler_of_then(plain(load_config(f'mmdet::{name}')))
+    config = with_sampler_of_then(make_plain(load_config(f'mmdet::{name}')))
     inputs = find_training_inputs(config, size=_SIZES.get(name.split('/')[0]))
     case = dict(batch=inputs.batch, height=inputs.height, width=inputs.width, boxes=count_crowded_boxes(inputs.batch))
     row = measure_detector(config, **case)

@@ -22,7 +22,7 @@ from step_runs import measure_steps
 from tables import benchmark_table
 from turns import compute_ratios
 
-from sbp_mmdet.plan.variants import plain
+from sbp_mmdet.plan.variants import make_plain
 
 CASE = dict(batch=1, height=64, width=64, boxes=2, device='cpu')
 PRESETS = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'sbp', 'reference']
@@ -30,7 +30,7 @@ PRESETS = ['none', 'with_cp', 'exact', 'int8', 'sampled', 'sbp', 'reference']
 
 @pytest.fixture(scope='module')
 def config(tmp_path_factory):
-    return plain(Config.fromfile(make_project(tmp_path_factory.mktemp('project'), train=1, val=1)))
+    return make_plain(Config.fromfile(make_project(tmp_path_factory.mktemp('project'), train=1, val=1)))
 
 
 def test_a_block_stores_what_the_picture_of_the_design_says(config):

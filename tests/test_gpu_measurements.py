@@ -21,7 +21,7 @@ from sbp_mmdet.ops import conv_norm_act
 from sbp_mmdet.ops.common import batch_and_group_norms
 from sbp_mmdet.plan.caching_allocator import CachingAllocator
 from sbp_mmdet.plan.memory import held_bytes
-from sbp_mmdet.plan.variants import plain
+from sbp_mmdet.plan.variants import make_plain
 
 MIB = 2**20
 
@@ -238,7 +238,7 @@ def called_cuda(monkeypatch, tmp_path):
     for module in (module_runs, step_runs):
         monkeypatch.setattr(module, 'torch', told)
         monkeypatch.setattr(module, 'count_kernels', lambda step: step() and {} or dict(launches=7, busy=0.5))
-    config = plain(Config.fromfile(make_project(tmp_path, train=1, val=1)))
+    config = make_plain(Config.fromfile(make_project(tmp_path, train=1, val=1)))
     config.model.backbone.drop_path_rate = 0.4
     return config
 

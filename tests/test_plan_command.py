@@ -15,7 +15,7 @@ from sbp_mmdet.plan import command, counts, planner
 from sbp_mmdet.plan.cuda_rules import autocast_rules
 from sbp_mmdet.plan.inputs import Inputs
 from sbp_mmdet.plan.planner import Row, choose_row, count_needed_bytes, plan
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 
 FRCNN = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
@@ -54,7 +54,7 @@ def run_plan(budget, peaks, path=FRCNN, presets=ALL, **options):
         seen.append(variant)
         return _count_of_variant(int(peaks.get(variant, 9) * GB), GB)
 
-    rows = plan(plain(load_config(path)), int(budget * GB), measure, presets, **options)
+    rows = plan(make_plain(load_config(path)), int(budget * GB), measure, presets, **options)
     return {row.variant: row.fits for row in rows}, seen, rows
 
 

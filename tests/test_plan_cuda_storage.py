@@ -18,7 +18,7 @@ from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.cuda_storage import cuda_storage
 from sbp_mmdet.plan.detector import assignment_on_cpu, measure_detector
 from sbp_mmdet.plan.memory import LiveBytes, saved_bytes
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 
 HALF, FLOAT, LONG = 2, 4, 8
 
@@ -149,7 +149,7 @@ def test_stand_ins_of_kernels_are_no_foreign_code():
     ],
 )
 def test_families_get_an_answer(name):
-    config = plain(load_config(f'mmdet::{name}'))
+    config = make_plain(load_config(f'mmdet::{name}'))
     if 'deformable_detr' in name:
         config.model.encoder.num_layers = config.model.decoder.num_layers = 2
     row = measure_detector(config, batch=1, height=128, width=128, boxes=3)

@@ -21,7 +21,7 @@ from sbp_mmdet.plan.cuda_rules import autocast, cuda_kernels
 from sbp_mmdet.plan.detector import assignment_on_cpu, build_detector, measure_detector
 from sbp_mmdet.plan.eight_bit import AdamW8bitStates
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
-from sbp_mmdet.plan.variants import NotApplicable, find_presets, load_config, plain, with_variant
+from sbp_mmdet.plan.variants import NotApplicable, find_presets, load_config, make_plain, with_variant
 
 FLOAT = 4
 STOCK = 'mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py'
@@ -56,7 +56,7 @@ def atto():
     config.model.backbone.arch = dict(depths=[1, 1, 2, 1], channels=[8, 16, 32, 64])
     config.model.neck.in_channels = [8, 16, 32, 64]
     config.optim_wrapper.type = 'AmpOptimWrapper'
-    return plain(config)
+    return make_plain(config)
 
 
 @pytest.fixture(scope='module')
@@ -78,7 +78,7 @@ def proposals(atto):
 @pytest.fixture(scope='module')
 def stock():
     """Return a config that is not ours, with narrow layers."""
-    config = plain(load_config(STOCK))
+    config = make_plain(load_config(STOCK))
     config.model.backbone.base_channels = 16
     config.model.neck.in_channels = [64, 128, 256, 512]
     config.model.roi_head.bbox_head.fc_out_channels = 64
@@ -296,12 +296,12 @@ def test_a_config_that_is_not_ours(stock):
 def test_plain_is_the_detector_without_this_package():
     config = load_config('mmdet::convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco.py')
     config.custom_hooks = [dict(type='EMAHook'), dict(type='LeanHook', preset='sbp')]
-    changed = plain(config)
+    changed = make_plain(config)
     assert (changed.model.backbone.type, changed.model.backbone.arch) == ('SBPConvNeXt', 'tiny')
     assert changed.custom_hooks == [dict(type='EMAHook')] and len(config.custom_hooks) == 2
     config = load_config(STOCK)
     config.model.backbone.with_cp = True
-    assert plain(config).model.backbone.with_cp is False and config.model.backbone.with_cp is True
+    assert make_plain(config).model.backbone.with_cp is False and config.model.backbone.with_cp is True
 
 
 def test_presets_that_apply_are_tried_on_the_model(atto, stock):

@@ -15,7 +15,7 @@ from test_plan_command import FRCNN, GB, _count_of_variant
 from sbp_mmdet.plan import command, counts
 from sbp_mmdet.plan.batch_size import find_largest_batches
 from sbp_mmdet.plan.planner import plan
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 
 CASE = ['plan', FRCNN, '--size', '64x64', '--boxes', '1', '--budget', '8GiB']
 HALF = RuntimeError('no such product in half precision')
@@ -34,7 +34,7 @@ def fail_in(*failing):
 
 @pytest.mark.parametrize('failing', [('amp',), ('with_cp',), ('int8', 'cp-heads', 'cp-rpn', 'cp-neck')], ids=str)
 def test_the_others_are_counted(failing):
-    config, told = plain(load_config(FRCNN)), []
+    config, told = make_plain(load_config(FRCNN)), []
     presets = ('none', 'with_cp', 'exact', 'int8')
     expected = [row.variant for row in plan(config, GB, fail_in(), presets)]
     rows = plan(config, GB, fail_in(*failing), presets, failed=lambda *failure: told.append(failure))
@@ -47,7 +47,7 @@ def test_the_others_are_counted(failing):
 
 def test_a_plain_model_that_fails_has_no_plan():
     with pytest.raises(RuntimeError, match='half precision'):
-        plan(plain(load_config(FRCNN)), GB, fail_in('none'), ('none', 'exact'), failed=lambda *failure: None)
+        plan(make_plain(load_config(FRCNN)), GB, fail_in('none'), ('none', 'exact'), failed=lambda *failure: None)
 
 
 def test_largest_batches_of_the_others():

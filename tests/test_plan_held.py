@@ -20,7 +20,7 @@ from sbp_mmdet.plan.detector import build_detector, measure_detector
 from sbp_mmdet.plan.held import held_tensors, state_bytes
 from sbp_mmdet.plan.pages import describe_run
 from sbp_mmdet.plan.snippet import snippet
-from sbp_mmdet.plan.variants import is_plain, load_config, own_gradients, plain
+from sbp_mmdet.plan.variants import is_plain, load_config, make_plain, own_gradients
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 CASE = dict(batch=1, height=64, width=64, boxes=2)
@@ -41,7 +41,7 @@ class WithTeacher(RetinaNet):
 
 @pytest.fixture(scope='module')
 def retina():
-    config = plain(load_config(RETINA))
+    config = make_plain(load_config(RETINA))
     config.model.backbone.update(depth=18, base_channels=8, init_cfg=None)
     config.model.neck.update(in_channels=[8, 16, 32, 64], out_channels=16)
     config.model.bbox_head.update(in_channels=16, feat_channels=16, stacked_convs=1)
@@ -87,7 +87,7 @@ def test_what_mmengine_checkpoints_is_counted(retina, tmp_path):
     plain_step, own = (measure_detector(one, **case) for one in (retina, config))
     kept = [{part for part in one['saved'] if part.startswith('stage')} for one in (plain_step, own)]
     assert kept == [{'stage 2', 'stage 3', 'stage 4'}, set()] and own['forward'] < plain_step['forward']
-    assert not is_plain(config) and is_plain(plain(config)) and own_gradients(config) == 'exact'
+    assert not is_plain(config) and is_plain(make_plain(config)) and own_gradients(config) == 'exact'
     config.dump(tmp_path / 'a.py')
     lines = snippet(load_config(tmp_path / 'a.py'), 'exact')
     (tmp_path / 'pasted.py').write_text(f'{(tmp_path / "a.py").read_text()}\n{lines}\n')

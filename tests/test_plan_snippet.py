@@ -10,7 +10,7 @@ from mmengine.config import Config
 
 from sbp_mmdet.plan import snippet as module
 from sbp_mmdet.plan.snippet import format_heading, snippet
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 
 RETINA = 'mmdet::retinanet/retinanet_r50_fpn_1x_coco.py'
 DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
@@ -167,7 +167,7 @@ def test_configs_that_import_what_they_inherit(tmp_path, variant):
     config = load_config(tmp_path / 'file.py')
     (tmp_path / 'pasted.py').write_text(f'{LAZY}{snippet(config, variant, 7)}\n')
     pasted = Config.fromfile(tmp_path / 'pasted.py')
-    wanted = with_variant(plain(config), variant)
+    wanted = with_variant(make_plain(config), variant)
     assert _by_name(pasted.custom_hooks) == _by_name(wanted.custom_hooks)
     assert _by_name(pasted.optim_wrapper) == _by_name(wanted.optim_wrapper)
     assert not pasted.model.backbone.with_cp and pasted.train_dataloader.batch_size == 7

@@ -8,7 +8,7 @@ import pytest
 from sbp_mmdet.plan import skip_arithmetic
 from sbp_mmdet.plan.counts import count_variants
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 
 CONFIGS = dict(
     faster='faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
@@ -25,7 +25,7 @@ PIECES = '+cp-heads+cp-neck'
 
 @functools.cache
 def load(name):
-    return plain(load_config(f'mmdet::{CONFIGS[name]}'))
+    return make_plain(load_config(f'mmdet::{CONFIGS[name]}'))
 
 
 def small(name):

@@ -18,7 +18,7 @@ import module_runs  # isort: skip
 from sbp_mmdet import LeanHook, adapter, apply_lean, remove_lean
 from sbp_mmdet.adapters import ADAPTERS, ChannelMLPBinding, LeanBlock, LeanModule, NormLinearBinding
 from sbp_mmdet.plan.detector import build_detector, measure_detector
-from sbp_mmdet.plan.variants import find_presets, load_config, plain, with_variant
+from sbp_mmdet.plan.variants import find_presets, load_config, make_plain, with_variant
 from sbp_mmdet.presets import PRESETS
 
 WIDTHS = [8, 12, 16]
@@ -208,7 +208,7 @@ def detector():
     config = load_config('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py')
     config.model.backbone = dict(type='ToyNet')
     config.model.neck.update(in_channels=WIDTHS, start_level=0)
-    return plain(config)
+    return make_plain(config)
 
 
 def test_the_planner_counts_it(detector):

@@ -16,7 +16,7 @@ from helpers import ROOT
 from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.memory import LiveBytes
 from sbp_mmdet.plan.planner import MARGIN, WORKSPACES
-from sbp_mmdet.plan.variants import load_config, plain
+from sbp_mmdet.plan.variants import load_config, make_plain
 
 sys.path.append(str(ROOT / 'research'))
 import isolated  # noqa: E402
@@ -33,7 +33,7 @@ def test_the_figures_that_lead_the_page():
 
 def test_batches_of_then_had_one_orientation():
     """Today's sampler mixes four images of 800 x 1333 with FoveaBox at the end of an epoch."""
-    config = zoo_memory.with_sampler_of_then(plain(load_config('mmdet::foveabox/fovea_r50_fpn_4xb4-2x_coco.py')))
+    config = zoo_memory.with_sampler_of_then(make_plain(load_config('mmdet::foveabox/fovea_r50_fpn_4xb4-2x_coco.py')))
     assert find_training_inputs(config)[:3] == (4, 800, 1333)
 
 

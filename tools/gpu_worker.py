@@ -25,7 +25,7 @@ from sync_bn import measure_sync_bn  # noqa: E402
 from tables import append_line  # noqa: E402
 
 from sbp_mmdet.plan.device import check_device, use_device  # noqa: E402
-from sbp_mmdet.plan.variants import load_config, plain  # noqa: E402
+from sbp_mmdet.plan.variants import load_config, make_plain  # noqa: E402
 from sbp_mmdet.plan.verify import verify_config  # noqa: E402
 from sbp_mmdet.presets import Settings  # noqa: E402
 
@@ -106,7 +106,7 @@ def measure_part(part: gpu_parts.Part, wanted: Sequence[str], end: float, device
             write(dict(row, row=f'{trial.name}/{row["preset"]}'))
 
         try:
-            config = plain(load_config(trial.config, trial.options)) if trial.config else None
+            config = make_plain(load_config(trial.config, trial.options)) if trial.config else None
             KINDS[part.kind](trial, config, names, device, note)
         except Exception as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 from sbp_mmdet.plan.detector import measure_detector
-from sbp_mmdet.plan.variants import load_config, plain, with_variant
+from sbp_mmdet.plan.variants import load_config, make_plain, with_variant
 
 STEPS = 30  # that all trainings have
 SHOWN = (1, 5, 10, 15, 20, 25, 30)
@@ -35,7 +35,7 @@ def read_losses(folder: Path) -> dict[int, float]:
 def peaks(config: Config) -> dict[str, float]:
     """Return the MB that a training step of the config holds at most, counted by CUDA's rules, by variant."""
     preset = next(hook.preset for hook in config.custom_hooks if hook.type == 'LeanHook')
-    base, size = plain(config), dict(batch=config.train_dataloader.batch_size, height=256, width=256, boxes=BOXES)
+    base, size = make_plain(config), dict(batch=config.train_dataloader.batch_size, height=256, width=256, boxes=BOXES)
     variants = dict(plain='none', lean=preset, sbp='sbp', with_cp='with_cp')
     return {name: measure_detector(with_variant(base, key), **size)['peak'] / 1e6 for name, key in variants.items()}
 

@@ -32,7 +32,7 @@ from ..stochastic_backprop.masks import format_keep_ratio
 from ..surgery import Mixin, refuse_tracing, stock_class
 from .bindings import Binding
 from .bound import Bound, bind
-from .copies import original, path_of
+from .copies import original_class, path_of
 from .inputs import are_known_inputs, put_in_position, renamed_arguments
 from .parameters import has_active_dropout, has_trained_parameters
 from .predicate import derives_plainly
@@ -92,7 +92,7 @@ def adapter_of_class(kind: type) -> type['LeanModule'] | None:
     Args:
         kind (type): The class of a module.
     """
-    kinds = (known for base in kind.__mro__ for known in (base, original(base)))
+    kinds = (known for base in kind.__mro__ for known in (base, original_class(base)))
     return next((ADAPTERS[path] for path in map(path_of, kinds) if path in ADAPTERS), None)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..surgery import stock_class
 
-__all__ = ['COPIES', 'original', 'path_of', 'problem_of_copy']
+__all__ = ['COPIES', 'original_class', 'path_of', 'problem_of_copy']
 
 _BACKBONES = {
     'resnet': ('BasicBlock', 'Bottleneck', 'ResNet', 'ResNetV1d'),
@@ -58,14 +58,14 @@ def path_of(kind: type) -> str:
 
 
 @functools.cache
-def original(kind: type) -> type:
+def original_class(kind: type) -> type:
     """Return the class of mmdet that a class is a copy of, or the class itself if it is no copy.
 
     Args:
         kind (type): The class, without mixins of this package.
 
     Example:
-        >>> original(mmseg.models.backbones.resnet.Bottleneck) is mmdet.models.backbones.resnet.Bottleneck
+        >>> original_class(mmseg.models.backbones.resnet.Bottleneck) is mmdet.models.backbones.resnet.Bottleneck
         True
     """
     path = COPIES.get(path_of(kind))
@@ -85,7 +85,7 @@ def problem_of_copy(module: nn.Module) -> str | None:
     """
     kind = stock_class(type(module))
     depth = stock_class(type(getattr(module, 'drop_path', None)))
-    if original(kind) is kind:
+    if original_class(kind) is kind:
         return None
     if getattr(module, 'with_plugins', False):
         return f'plugins of {kind.__module__} are not supported'

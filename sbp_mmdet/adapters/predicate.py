@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 from ..library_code import check_code_once, replaced_code
 from ..passes import has_hooks_of_others
 from ..surgery import stock_class
-from .copies import original, path_of
+from .copies import original_class, path_of
 from .quantisation import problem_of_preparation
 from .roles import ROLES
 
@@ -110,7 +110,7 @@ def _find_problem(module, role, called, answers):
 def _check_of(kind, role):
     """Return the check of a class's settings, or ``None`` if it is unknown in this role; and what is wrong with it."""
     known = ROLES[role]
-    for known_as in (kind, original(kind)):
+    for known_as in (kind, original_class(kind)):
         for key in (known_as, path_of(known_as)):
             if key in known:
                 return known[key], replaced_code(kind)
@@ -154,7 +154,11 @@ def cached_answers(topic: str) -> dict:
 
 def _is(kind: type, known: type | str) -> bool:
     """Return whether a class is a known one, given by itself or by its module and name, or a copy of it."""
-    return kind is known or path_of(kind) == known or (original(kind) is not kind and _is(original(kind), known))
+    return (
+        kind is known
+        or path_of(kind) == known
+        or (original_class(kind) is not kind and _is(original_class(kind), known))
+    )
 
 
 def find_interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str | None:

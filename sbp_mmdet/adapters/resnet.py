@@ -10,7 +10,7 @@ from ..presets import Settings
 from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .conv_module import ConvNormActBinding, add_shortcut
-from .copies import original, problem_of_copy
+from .copies import original_class, problem_of_copy
 from .parameters import has_trained_parameters
 from .pooling import ConvPoolBinding
 from .predicate import unsupported
@@ -255,7 +255,7 @@ class LeanResNet(_Convolutional):
 
 
 def _pools(backbone):
-    return regnet.RegNet not in map(original, stock_class(type(backbone)).__mro__)
+    return regnet.RegNet not in map(original_class, stock_class(type(backbone)).__mro__)
 
 
 @adapter(hrnet.HRNet)

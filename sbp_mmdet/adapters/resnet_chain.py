@@ -20,7 +20,7 @@ from . import csp
 from .base import LeanModule, adapter
 from .chain import ChainBinding
 from .conv_module import ConvNorm, layers_of
-from .copies import original
+from .copies import original_class
 from .csp import CSPBinding
 from .parameters import CachedSettings
 from .predicate import cached_answers, find_problems, unsupported
@@ -174,7 +174,7 @@ def _find_bypassed_in(block):
 
 def _is_split(block):
     """Return whether a block has a convolution for each group of channels, as Res2Net's."""
-    return original(stock_class(type(block))) is res2net.Bottle2neck
+    return original_class(stock_class(type(block))) is res2net.Bottle2neck
 
 
 def _layers(block):
@@ -185,7 +185,7 @@ def _layers(block):
 
 
 def _number_of_layers(block):
-    return 2 if original(stock_class(type(block))) is resnet.BasicBlock else 3
+    return 2 if original_class(stock_class(type(block))) is resnet.BasicBlock else 3
 
 
 def _settings_of_block(block):

@@ -46,7 +46,7 @@ from .rehearse_command import add_rehearse
 from .report import add_report
 from .snippet import snippet
 from .tables import format_gib
-from .variants import is_plain, load_config, needs_mmpretrain, plain
+from .variants import is_plain, load_config, make_plain, needs_mmpretrain
 from .verify import add_verify
 
 __all__ = ['main']
@@ -240,7 +240,7 @@ def _count_boxes(args, inputs, images):
 
 
 def _plan_batches(args, config):
-    inputs, base = _find_inputs(args, config, None), plain(config)
+    inputs, base = _find_inputs(args, config, None), make_plain(config)
 
     def measure(variant, images):
         boxes = _count_boxes(args, inputs, images)

@@ -7,7 +7,7 @@ from mmengine.config import Config
 from ..presets import PRESETS
 from .detector import build_detector, measure_detector
 from .planner import OWN, Row, most_counts, plan
-from .variants import find_presets, own_gradients, plain, with_variant, without_dropped_images
+from .variants import find_presets, make_plain, own_gradients, with_variant, without_dropped_images
 
 __all__ = ['count_step', 'count_variants', 'end_progress', 'list_presets']
 
@@ -25,7 +25,7 @@ def count_variants(config: Config, budget: int, batch_shape: dict, **options) ->
     Returns:
         list[Row]: A row for each variant that was counted, see :func:`.planner.plan`.
     """
-    base = plain(config)
+    base = make_plain(config)
     presets, looked = list_presets(base), []
 
     def measure(variant):

@@ -12,7 +12,7 @@ from ..surgery import model_hooks
 from .config_checks import add_config
 from .detector import build_detector
 from .errors import bad_input
-from .variants import plain
+from .variants import make_plain
 
 __all__ = ['add_report', 'list_changes']
 
@@ -59,7 +59,7 @@ def _report(args: argparse.Namespace, config: Config) -> None:
     if args.preset is None and not _asked_for(config):
         print("The config has no LeanHook and no sbp_cfg, so it changes nothing. With preset='exact':")
     try:
-        model, _ = build_detector(plain(config), 'cpu')
+        model, _ = build_detector(make_plain(config), 'cpu')
     except Exception as error:  # whatever a model's own code raises
         raise bad_input(args.config, 'its model cannot be built here', error, config) from error
     for part, settings in changes:

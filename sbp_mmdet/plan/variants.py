@@ -36,7 +36,7 @@ __all__ = [
     'name_full_checkpointing',
     'needs_mmpretrain',
     'own_gradients',
-    'plain',
+    'make_plain',
     'with_variant',
     'without_dropped_images',
 ]
@@ -122,7 +122,7 @@ def needs_mmpretrain(config: Config) -> bool:
     return isinstance(kind, str) and kind in STANDS_IN and importlib.util.find_spec('mmpretrain') is None
 
 
-def plain(config: Config) -> Config:
+def make_plain(config: Config) -> Config:
     """Return a config of the same detector without this package: no preset, no checkpointing of blocks.
 
     Args:

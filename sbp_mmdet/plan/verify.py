@@ -20,7 +20,7 @@ from .inputs import add_inputs, find_training_inputs
 from .planner import parse_size
 from .report import list_changes
 from .tables import Column, format_table
-from .variants import plain
+from .variants import make_plain
 
 __all__ = ['add_verify', 'verify_config']
 
@@ -56,7 +56,7 @@ def verify_config(
     """
     with at_the_first_step():
         batch_shape = dict(batch=batch, height=height, width=width, boxes=5, channels=channels, device=device)
-        model, wrapper, data = build_training(plain(config), trained=False, **batch_shape)
+        model, wrapper, data = build_training(make_plain(config), trained=False, **batch_shape)
         report = apply_settings(model, settings)
         run = lambda dry: dry.train_step(copy.deepcopy(data), NoUpdate(wrapper))  # noqa: E731
         return verify_changed(model, report, settings, run)
