@@ -41,7 +41,7 @@ def _by_name(node):
 
 def check(before, pasted, variant):
     """Assert that a config has become the variant and is otherwise unchanged."""
-    wanted = with_variant(plain(before), variant)
+    wanted = with_variant(make_plain(before), variant)
     wanted.train_dataloader.batch_size = 7
     for key, value in wanted.items():
         found = pasted.get(key)
