@@ -47,7 +47,7 @@ def read_published() -> dict[str, float]:
     root = Path(mmdet.__file__).parent / '.mim'
     families = []
     for file in sorted(root.glob('configs/*/metafile.yml')):
-        models = yaml.safe_load(file.read_text())
+        models = yaml.load(file.read_text(), getattr(yaml, 'CSafeLoader', yaml.SafeLoader))
         figures = {}
         for model in models if isinstance(models, list) else models.get('Models') or []:
             memory = (model.get('Metadata') or {}).get('Training Memory (GB)')

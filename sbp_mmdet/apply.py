@@ -246,8 +246,9 @@ def _frozen_in_training(model):
     modes = [(module, module.training) for module in model.modules()]
     before = [(p, p.requires_grad) for p in model.parameters()]
     try:
-        for module in [m for m, _ in modes if '_freeze_stages' in dir(type(m)) or '_freeze_blocks' in dir(type(m))]:
-            module.train()
+        for module, _ in modes:
+            if hasattr(type(module), '_freeze_stages') or hasattr(type(module), '_freeze_blocks'):
+                module.train()
         return {id(p) for p in model.parameters() if not p.requires_grad}
     finally:
         for module, mode in modes:
