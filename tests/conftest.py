@@ -33,7 +33,7 @@ mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
 # Nobody reads the configs that runners format for their logs.
 yapf.yapflib.yapf_api.FormatCode = lambda text, **options: (text, False)
 # For each kind of device that is not there, torch formats the stack at every seed.
-for _device in (torch.cuda, getattr(torch, 'xpu', None)):
+for _device in (torch.cuda, *(getattr(torch, name, None) for name in ('xpu', 'mtia'))):
     if _device is not None and not _device.is_available():
         _device.manual_seed_all = lambda seed: None
 
