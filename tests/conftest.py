@@ -1,5 +1,6 @@
 """Fixtures of all tests: seeds, the device of operations, and the iteration that a runner would report."""
 
+import ast
 import contextlib
 import functools
 import gc
@@ -30,10 +31,17 @@ hypothesis.settings.load_profile('core')
 gc.set_threshold(20_000, 20, 20)
 # For each base config in MMDetection, mmengine reads all of its metafiles again.
 mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
-# Nobody reads the configs that runners format for their logs.
-yapf.yapflib.yapf_api.FormatCode = lambda text, **options: (text, False)
-# For each kind of device that is not there, torch formats the stack at every seed.
-for _device in (torch.cuda, *(getattr(torch, name, None) for name in ('xpu', 'mtia'))):
+
+
+def _check_syntax(text, **options):
+    ast.parse(text)
+    return text, False
+
+
+# Nobody reads the configs that runners format for their logs. One that is no Python is an error, as it is for yapf.
+yapf.yapflib.yapf_api.FormatCode = _check_syntax
+# torch formats the stack at every seed, for each kind of device that is not there.
+for _device in (getattr(torch, name, None) for name in ('cuda', 'xpu', 'mtia')):
     if _device is not None and not _device.is_available():
         _device.manual_seed_all = lambda seed: None
 

@@ -156,11 +156,11 @@ def test_patched_between_steps_and_back(patch, monkeypatch):
     apply()
     assert_same(lean, plain, random_images())
     undo()
-    parts = [set(lean.get_submodule(name)._lean.bound.bindings) for name in find_lean_modules(lean)]
+    bindings = [set(lean.get_submodule(name)._lean.bound.bindings) for name in find_lean_modules(lean)]
     monkeypatch.setattr(LeanModule, 'runs_lean', lambda module: ran.append(module) or own(module))
     assert_same(lean, plain, random_images())
     now = [set(lean.get_submodule(name)._lean.bound.bindings) for name in find_lean_modules(lean)]
-    assert sum(map(len, now)) >= sum(map(len, parts))
+    assert sum(map(len, now)) >= sum(map(len, bindings))
     assert ran and not any(module._lean.bound.reason for module in ran)
 
 

@@ -63,7 +63,7 @@ def adapter(*kinds: str | type[nn.Module]) -> Callable[[type['LeanModule']], typ
             raise ValueError(f'{mixin.__name__} must derive from sbp_mmdet.adapters.LeanModule or LeanBlock')
         if mixin.bindings is LeanModule.bindings and mixin.lean_forward is LeanModule.lean_forward:
             raise ValueError(
-                f'{mixin.__name__} must define the method bindings(), which returns the operations of the forward pass '
+                f'{mixin.__name__} must define the method bindings(), which returns the bindings of the forward pass '
                 'by name, or lean_forward(), which computes it'
             )
         ADAPTERS.update({kind if isinstance(kind, str) else path_of(kind): mixin for kind in kinds})
@@ -215,7 +215,7 @@ class LeanModule(Mixin):
         return x
 
     def bindings(self) -> Mapping[str, Binding]:
-        """Return the operations of the forward pass, in its order. It is called when the module is changed."""
+        """Return the bindings of the operations by name, in their order. It is called when the module is changed."""
         return {}
 
     def bypasses(self) -> Iterable[tuple[nn.Module, str]]:
