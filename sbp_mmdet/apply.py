@@ -16,7 +16,7 @@ from .checkpointing import Checkpointed, mix_out_checkpoint, refuse_replays
 from .library_code import check_code_once
 from .passes import attach_draws, detach_draws, share_maps_within
 from .presets import Settings
-from .report import NO_BLOCK, UNKNOWN, Report
+from .report import FROZEN, NO_BLOCK, UNKNOWN, Report
 from .stochastic_backprop.masks import format_keep_ratio
 from .stochastic_backprop.step_draws import StepDraws, ThinnedStages, TokenDraws
 from .surgery import Mixin, mix_in, mix_out, unwrap
@@ -187,7 +187,7 @@ def _carry_out(model, settings, plan, chosen):
             take_over(module, mixin, state._replace(name=name, row_draws=row_draws, bound=plan.bounds[id(module)]))
         parameters = _nearest_parameters(model, name)
         trains = not parameters or not frozen.issuperset(map(id, parameters))
-        (changed if trains else left)[name] = meaning if trains else 'frozen'
+        (changed if trains else left)[name] = meaning if trains else FROZEN
 
     for owner, kind, layers, ratios, _, name in plan.backbones:
         modules = {key: module for key, (module, _) in layers.items()}

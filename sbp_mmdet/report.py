@@ -16,10 +16,11 @@ from .surgery import Mixin, unwrap
 from .verify.dry_run import NoUpdate
 from .verify.first_pass import conclude, verify_changed, warn_of_own_code
 
-__all__ = ['NO_BLOCK', 'UNKNOWN', 'Report', 'ReportingHook', 'thinned_line']
+__all__ = ['FROZEN', 'NO_BLOCK', 'UNKNOWN', 'Report', 'ReportingHook', 'thinned_line']
 
 # Reasons why a module is unchanged: no adapter has anything to change in it, or 'with_cp' does not checkpoint it.
 UNKNOWN, NO_BLOCK = 'no operation of this package saves memory there', 'not a block of a backbone'
+FROZEN = 'frozen'  # it is supported, but trains no parameter
 _MOST_NAMES = 6  # largest number of names that a line of the report lists
 
 
@@ -29,7 +30,7 @@ class Report:
 
     Attributes:
         changed (dict[str, str]): Changed submodules by name, with a description of the change.
-        left (dict[str, str]): Unchanged submodules by name, with the reason.
+        left (dict[str, str]): Unchanged submodules by name, with the reason: :data:`FROZEN` for frozen ones.
         kinds (dict[str, str]): Classes of all of these by name.
     """
 
@@ -37,9 +38,17 @@ class Report:
     left: dict[str, str]
     kinds: dict[str, str]
 
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the submodules that are unchanged because they are frozen."""
+        return [name for name, reason in self.left.items() if reason == FROZEN]
+
     def __str__(self):
-        lines = [f'{len(self.changed)} modules changed, {len(self.left)} unchanged']
-        for word, reasons in (('changed', self.changed), ('unchanged', self.left)):
+        frozen = dict.fromkeys(self.frozen, 'they train no parameters')
+        unchanged = {name: reason for name, reason in self.left.items() if name not in frozen}
+        numbers = f'{len(self.changed)} modules changed, {len(unchanged)} unchanged'
+        lines = [f'{numbers}, {len(frozen)} frozen' if frozen else numbers]
+        for word, reasons in (('changed', self.changed), ('unchanged', unchanged), ('frozen', frozen)):
             for reason in dict.fromkeys(reasons.values()):
                 names = [name for name in reasons if reasons[name] == reason]
                 numbers = Counter(self.kinds[name] for name in names)

@@ -93,7 +93,7 @@ MODULES = {
     'circular': (lambda: nn.Conv2d(8, 8, 3, padding=1, padding_mode='circular'), "its padding_mode is 'circular'"),
     'order': (
         lambda: conv_module(order=('act', 'conv', 'norm')),
-        "its layers stand in the order ('act', 'conv', 'norm')",
+        "the order of its layers is act, conv, norm, and only 'conv, norm, act' is supported",
     ),
     'spectral norm': (lambda: conv_module(with_spectral_norm=True), 'conv: it has hooks'),
     'ConvWS': (lambda: conv_module(conv_cfg=dict(type='ConvWS')), ''),

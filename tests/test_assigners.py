@@ -308,6 +308,14 @@ def test_assigners_are_found_under_any_name_and_the_log_names_their_heads():
     assert 'no training targets in chunks' in targets_in_chunks(nn.Module())
 
 
+def test_members_of_a_list_share_an_entry_in_the_log():
+    model = nn.Module()
+    model.heads, model.rpn = nn.ModuleList(nn.Module() for _ in range(3)), nn.Module()
+    for head in (*model.heads, model.rpn):
+        head.assigner = MaxIoUAssigner(0.5, 0.5)
+    assert targets_in_chunks(model).endswith(': overlaps in heads.{0,1,2}, rpn')
+
+
 @pytest.mark.parametrize('options', [dict(masks=0), dict(pairs=0), dict(pairs=True), dict(masks=2.0)], ids=str)
 def test_sizes_of_chunks_are_positive(options):
     (name, value), *_ = options.items()

@@ -159,12 +159,12 @@ def test_plain_modules_skip_no_images(preset):
         (SBPViT, VIT, dict(blocks=[4]), r'blocks\[0\]=4'),
         (SBPSwinTransformer, SWIN, dict(blocks=[1, 1]), r'blocks=\[1, 1\] must list one number for each of the 4'),
         (SBPConvNeXt, CONVNEXT | dict(use_grn=True, layer_scale_init_value=0.0), {}, 'GRN .*exact'),
-        (SBPConvNeXt, CONVNEXT | dict(act_cfg=dict(type='ReLU')), {}, 'it is a ReLU, which is not supported as GELU'),
+        (SBPConvNeXt, CONVNEXT | dict(act_cfg=dict(type='ReLU')), {}, 'it is a ReLU, and only GELU is supported'),
         (
             SBPSwinTransformer,
             SWIN | dict(act_cfg=dict(type='ReLU')),
             {},
-            'it is a ReLU, which is not supported as GELU',
+            'it is a ReLU, and only GELU is supported',
         ),
         (SBPSwinTransformer, SWIN | dict(drop_rate=0.1), {}, r'set its rate to 0 \(drop_rate'),
         (

@@ -339,7 +339,8 @@ class LeanConvModule(LeanModule):
     def refusal(cls, module: nn.Module, settings: Settings) -> str | None:
         """See :meth:`.LeanModule.refusal`."""
         if tuple(module.order) != ('conv', 'norm', 'act'):
-            return f'its layers stand in the order {module.order}'
+            order = ', '.join(module.order)
+            return f"the order of its layers is {order}, and only 'conv, norm, act' is supported"
         return None
 
 

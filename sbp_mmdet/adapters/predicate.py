@@ -52,6 +52,9 @@ GLOBAL_HOOKS = (
 )
 
 
+_MOST_NAMES = 8  # largest number of supported classes that a reason lists
+
+
 def unsupported(module: nn.Module | None, role: str, called: bool = False) -> str | None:
     """Return why the forward of a module may not be bypassed.
 
@@ -114,10 +117,17 @@ def _check_of(kind, role):
         for key in (known_as, path_of(known_as)):
             if key in known:
                 return known[key], replaced_code(kind)
-    name = kind.__name__
-    if any([(other if isinstance(other, str) else path_of(other)).endswith(f'.{name}') for other in known]):
+    paths = [other if isinstance(other, str) else path_of(other) for other in known]
+    name, names = kind.__name__, [*dict.fromkeys(path.rpartition('.')[2] for path in paths)]
+    if name in names:
         name = path_of(kind)  # such as torch.ao's Conv2d
-    return None, f'it is a{"n" * name.startswith(("A", "E", "I", "O"))} {name}, which is not supported as {role}'
+    it_is = f'it is a{"n" * name.startswith(("A", "E", "I", "O"))} {name}'
+    if len(names) > _MOST_NAMES:
+        return None, f'{it_is}, which is not supported as {role}'
+    *others, last = names
+    supported = f'{", ".join(others)} and {last} are' if others else f'{last} is'
+    place = '' if names == [role] else f' as {role}'
+    return None, f'{it_is}, and only {supported} supported{place}'
 
 
 class _Answers(threading.local):

@@ -1,5 +1,7 @@
 """Training targets computed in chunks: the same targets in less memory."""
 
+import re
+
 from torch import nn
 
 from .assigners import assigners_in_chunks
@@ -54,7 +56,22 @@ def targets_in_chunks(model: nn.Module, masks: int = 4, pairs: int = 2**20) -> s
     overlaps, unchanged = assigners_in_chunks(model, pairs)
     changes = dict(overlaps=overlaps, masks=mask_heads_in_chunks(model, masks), **query_heads_in_chunks(model, masks))
     changes |= dict(losses=losses_in_chunks(model, pairs))
-    changed = '; '.join(f'{what} in {", ".join(heads)}' for what, heads in changes.items() if heads)
-    message = f'training targets are computed in chunks: {changed}' if changed else 'no training targets in chunks'
+    changed = '; '.join(f'{what} in {", ".join(_join_numbers(heads))}' for what, heads in changes.items() if heads)
+    message = f'training targets are computed in chunks: {changed}'
+    if not changed:
+        message = 'no training targets in chunks, because no assigner, mask head or loss that supports it was found'
     left = ', '.join(f'{name} ({reason})' for name, reason in unchanged.items())
     return f'{message}. The other assigners work as before: {left}' if left else message
+
+
+def _join_numbers(names):
+    """Return names in which members of one list share an entry: 'head.{0,1}.loss' for 'head.0.loss', 'head.1.loss'."""
+    members = {}
+    for name in names:
+        before, *rest = re.split(r'\b(\d+)\b', name, maxsplit=1)
+        number, after = rest or ('', '')
+        members.setdefault((before, after), []).append(number)
+    return [
+        before + (numbers[0] if len(numbers) == 1 else f'{{{",".join(numbers)}}}') + after
+        for (before, after), numbers in members.items()
+    ]

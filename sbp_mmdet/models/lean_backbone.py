@@ -7,7 +7,7 @@ from torch import nn
 
 from ..apply import apply_settings, draws_of, keep_ratios
 from ..presets import Settings
-from ..report import NO_BLOCK, UNKNOWN, thinned_line
+from ..report import FROZEN, NO_BLOCK, UNKNOWN, thinned_line
 from ..verify.first_pass import verify_at_first_pass
 
 __all__ = ['TRUNCATED_NORMAL', 'LeanBackbone']
@@ -45,7 +45,7 @@ class LeanBackbone(nn.Module):
         if settings.preset.name != 'none' and report.left:
             refused = {}
             for name, reason in report.left.items():
-                if reason not in ('frozen', UNKNOWN, NO_BLOCK):
+                if reason not in (FROZEN, UNKNOWN, NO_BLOCK):
                     refused.setdefault(reason, name)
             if refused:
                 reasons = '; '.join(f'{name}: {reason}' for reason, name in refused.items())

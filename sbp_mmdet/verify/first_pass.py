@@ -88,7 +88,7 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
     lean = _lean_modules(model, report)
     names = [name for name, module in lean.items() if module._lean.bound.reason is None]
     findings = verify_modules(model, names, run, every=settings.verify == 'all')
-    findings.frozen = [name for name in names if report.left.get(name) == 'frozen']
+    findings.frozen = [name for name in names if name in report.frozen]
     findings.own_code = [name for name in report.changed if name not in lean]
     return findings
 
