@@ -37,6 +37,14 @@ def test_launcher_is_valid_and_explains_itself(script, tmp_path):
     assert f'bash tools/{script} ' in done.stderr and 'PY_ARGS' in done.stderr and 'set -' not in done.stderr
 
 
+def test_threads_of_torch_are_not_the_number_of_cores(tmp_path):
+    """With ``OMP_NUM_THREADS=1``, mmcv still compiles on all cores, and tests run on all cores."""
+    done = run('bash', '-c', f'source "{TOOLS}/usage.sh"; count_cores', cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert int(done.stdout) == len(os.sched_getaffinity(0))
+    for script in TOOLS.glob('*.sh'):
+        assert script.name == 'usage.sh' or '$(nproc)' not in script.read_text()
+
+
 @pytest.mark.parametrize('word', ['--help', '-h'])
 @pytest.mark.parametrize('script', [*LAUNCHERS, 'setup_env.sh', 'quickstart.sh', 'run_tests.sh', 'gpu_report.sh'])
 def test_help_is_printed_and_nothing_else_is_done(script, word, tmp_path):

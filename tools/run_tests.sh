@@ -24,7 +24,7 @@ else
 fi
 # One process for each core, with one thread each: threads gain little on tests of this size. SBP_TEST_WORKERS=0 runs all
 # in one process.
-workers=${SBP_TEST_WORKERS:-$(nproc)}
+workers=${SBP_TEST_WORKERS:-$(count_cores)}
 if [ "$workers" -gt 0 ] && [ "${SBP_TEST_DEVICE:-cpu}" = cpu ] && "$python" -c 'import xdist' 2>/dev/null; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     set -- --numprocesses "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder "$@"

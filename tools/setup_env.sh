@@ -63,9 +63,9 @@ if ! compgen -G "$wheels/${wheel_name/==/-}-*.whl" >/dev/null; then
         say "no CUDA compiler (nvcc) here: mmcv's operators are compiled for the CPU only"
         export CUDA_VISIBLE_DEVICES=
     fi
-    say "step 2 of 3: compiling mmcv's operators: 7 to 30 minutes on two cores, once (kept in $wheels)"
+    say "step 2 of 3: compiling mmcv's operators: 7 to 15 minutes on two cores, once (kept in $wheels)"
     started=$SECONDS
-    MMCV_WITH_OPS=1 MAX_JOBS=${MAX_JOBS:-$(nproc)} "$python" -m pip --disable-pip-version-check wheel -q \
+    MMCV_WITH_OPS=1 MAX_JOBS=${MAX_JOBS:-$(count_cores)} "$python" -m pip --disable-pip-version-check wheel -q \
         --no-cache-dir --no-build-isolation --no-deps -w "$wheels" "$mmcv" >&2 &
     build=$!
     while kill -0 $build 2>/dev/null; do

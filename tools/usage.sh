@@ -16,3 +16,6 @@ take_no_arguments() {
     echo "error: $0 takes no arguments, and not '$1'; --help lists the variables that it reads" >&2
     exit 2
 }
+
+# count_cores: prints the number of cores that this process may use. nproc alone would print OMP_NUM_THREADS, if it is set.
+count_cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
