@@ -53,7 +53,8 @@ class Report:
                 names = [name for name in reasons if reasons[name] == reason]
                 numbers = Counter(self.kinds[name] for name in names)
                 kinds = ', '.join(f'{number} {kind}' for kind, number in numbers.items())
-                who = '' if word == 'changed' or len(names) > _MOST_NAMES else f' ({", ".join(names)})'
+                outer = [name for name in names if not any(name.startswith(f'{other}.') for other in names)]
+                who = '' if word == 'changed' or len(outer) > _MOST_NAMES else f' ({", ".join(outer)})'
                 lines.append(f'{word}: {kinds}{who}: {reason}')
         return '\n'.join(lines)
 
