@@ -93,6 +93,7 @@ class ReportingHook(Hook):
     def before_run(self, runner) -> None:
         """Check and log the change; called by mmengine's runner."""
         super().before_run(runner)
+        self._verified, self._steps = False, 0  # the hook may have been another runner's before
         for other in itertools.takewhile(lambda hook: hook is not self, runner.hooks):  # those that ran before this one
             if isinstance(other, ReportingHook) and hasattr(other, 'report'):
                 self._refuse_second_change(unwrap(runner.model), other.report.changed)

@@ -1,7 +1,8 @@
-"""mmengine's own features beside the hook: ``compile`` and ``efficient_conv_bn_eval``."""
+"""mmengine's own features beside the hook: ``compile``, ``activation_checkpointing``, ``efficient_conv_bn_eval``."""
 
 import copy
 import logging
+import re
 import shutil
 import warnings
 
@@ -94,6 +95,22 @@ def test_compile_of_the_runner_with_kernels(tmp_path):
     plain, _ = train(copy.deepcopy(model.double()), tmp_path)
     compiled, _ = train(model, tmp_path, [dict(type='LeanHook')], compile=True)
     assert largest_difference(compiled, plain) < 1e-6
+
+
+def test_activation_checkpointing_of_the_runner(tmp_path):
+    """What it checkpoints is verified as everything else, and is not counted: a checkpoint saves no more than plain."""
+    checkpointed = ['backbone.layer2', 'backbone.layer3.0']
+    model = DETECTORS['ResNet']().double()
+    hook = dict(type='LeanHook')
+    expected, _ = train(copy.deepcopy(model), tmp_path, activation_checkpointing=checkpointed)
+    _, usual = train(copy.deepcopy(model), tmp_path, [hook])
+    actual, said = train(model, tmp_path, [hook], activation_checkpointing=checkpointed)
+    assert largest_difference(actual, expected) < 1e-10
+    verified = [next(line for line in log if 'verified' in line) for log in (usual, said)]
+    assert verified[1].split(' against')[0] == verified[0].split(' against')[0]
+    stored = [float(re.search(r'unchanged they would store ([\d.]+) MB', '\n'.join(log))[1]) for log in (usual, said)]
+    assert stored[1] < stored[0]
+    assert not [line for line in said if 'replaced' in line or 'not verified' in line]
 
 
 def bn_eval(model):

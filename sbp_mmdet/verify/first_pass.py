@@ -87,15 +87,18 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
     """
     lean = _lean_modules(model, report)
     names = [name for name, module in lean.items() if module._lean.bound.reason is None]
-    findings = verify_modules(model, names, run, every=settings.verify == 'all')
+    findings = verify_modules(model, names, run, every=settings.verify == 'all', parts=report.changed)
     findings.frozen = [name for name in names if report.left.get(name) == 'frozen']
     findings.own_code = [name for name in report.changed if name not in lean]
     return findings
 
 
 def _lean_modules(model, report):
-    """Return the modules of a report, frozen ones included, that have adapters."""
-    known = report.changed.keys() | report.left.keys()
+    """Return the modules of a report, frozen ones included, that have adapters.
+
+    Others that it left unchanged may have them too: those that another hook changes.
+    """
+    known = {*report.changed, *(name for name, reason in report.left.items() if reason == 'frozen')}
     return {name: m for name, m in model.named_modules() if name in known and isinstance(m, LeanModule)}
 
 
@@ -123,7 +126,9 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
     for name in report.changed:
         module = model.get_submodule(name)
         if isinstance(module, (CheckpointedPart, CheckpointedLevels)) and not is_known_inside(module):
-            reasons.setdefault(name, 'a module inside of it has hooks, which would run twice')
+            replaced = any('forward' in vars(inner) for inner in module.modules())
+            what = 'another forward pass' if replaced else 'hooks, which would run twice'
+            reasons.setdefault(name, f'a module inside of it has {what}')
     if reasons:
         name, reason = next(iter(reasons.items()))
         since = 'they have hooks' if all('has hooks' in one for one in reasons.values()) else 'they were changed since'
