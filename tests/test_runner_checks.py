@@ -14,8 +14,10 @@ from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader, IterableDataset
 
 import sbp_mmdet
-from sbp_mmdet.plan.config_checks import check_config
+from sbp_mmdet.plan.config_checks import check_config, refuse_uncounted_models
 from sbp_mmdet.plan.config_keys import describe_mistake, refuse_bad_priorities, refuse_missing_scope
+from sbp_mmdet.plan.pipeline import CannotRun
+from sbp_mmdet.plan.rehearse import build_largest_batch
 from sbp_mmdet.resume import NoBatch, refuse_empty_loader
 
 import hook_checks  # isort: skip
@@ -117,6 +119,22 @@ def test_the_planner_refuses_the_same_values(change, message):
     check_config(Config(dict(LOOP, randomness=dict(seed=None), log_level=20)))
     with pytest.raises(ValueError, match=message):
         check_config(Config(dict(LOOP, **change)))
+
+
+@pytest.mark.parametrize('several', [dict, list])
+def test_several_loaders(several):
+    """A loop of the user's own may have several. Each is checked, and no command takes their batches for a single's."""
+    parts = dict(a=LOOP['train_dataloader'], b=LOOP['train_dataloader'] | dict(batch_size=0))
+    loaders = parts if several is dict else [*parts.values()]
+    config = Config(dict(LOOP, train_dataloader=loaders, val_dataloader=loaders, custom_hooks=[]))
+    second = 'b' if several is dict else '1'
+    with pytest.raises(PreflightError, match=f'train_dataloader.{second}.batch_size=0 must be'):
+        check_runner_keys(config, ('train',))
+    check_config(config)
+    with pytest.raises(ValueError, match=f'several data loaders .train_dataloader.., train_dataloader.{second}.. Such'):
+        refuse_uncounted_models('a.py', config)
+    with pytest.raises(CannotRun, match=f'joins the batches of .* train_dataloader.{second}'):
+        build_largest_batch(SimpleNamespace(train_dataloader=None, cfg=config))
 
 
 @pytest.mark.parametrize('own', [True, False], ids=['batch sampler', 'loader'])

@@ -63,7 +63,8 @@ def verify_config(
 
 
 def _verify(args: argparse.Namespace, config: Config) -> None:
-    refuse_uncounted_models(args.config, config)
+    hint = 'LeanHook verifies its modules itself when a training begins'
+    refuse_uncounted_models(args.config, config, 'verified by this command', hint)
     inputs = find_training_inputs(config, args.batch, parse_size(args.size) if args.size else None)
     size = inputs.batch, inputs.height, inputs.width, inputs.channels
     asked_for = list_changes(config, args.preset)
