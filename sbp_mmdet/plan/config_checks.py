@@ -34,15 +34,12 @@ __all__ = [
     'find_own_hooks',
     'find_small_heads',
     'list_imports',
-    'refuse_strategies',
     'refuse_two_changes',
     'refuse_uncounted_models',
     'refuse_wrapped_detectors',
 ]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
-# Strategies and wrappers with which each GPU holds all of the model.
-_WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
 # Preprocessors of other batches than images with boxes.
 _UNCOUNTED = {
     'TrackDataPreprocessor': 'clips of videos',
@@ -298,25 +295,6 @@ def find_own_hooks(config: Config) -> list[str]:
     kinds = [kind for kind in map(hook_class, hooks) if isinstance(kind, type)]
     known = (*_LIBRARIES, 'sbp_mmdet')
     return [kind.__name__ for kind in kinds if kind.__module__.partition('.')[0] not in known]
-
-
-def refuse_strategies(path: str, config: Config) -> None:
-    """Refuse a config that shards weights and states over GPUs, because counts are for a GPU that holds all of them.
-
-    Args:
-        path (str): The config as the user named it.
-        config (Config): The config.
-
-    Raises:
-        ValueError: If a strategy or a wrapper of the model shards it.
-    """
-    for key in ('strategy', 'model_wrapper_cfg'):
-        kind = name_of(config.get(key) or {})
-        if kind and kind not in _WHOLE:
-            raise ValueError(
-                f'{path}: {key}={kind} spreads weights, gradients and optimizer states over GPUs, which is not '
-                f'counted; take {key} out of the config to plan for GPUs that each hold all of it'
-            )
 
 
 def refuse_uncounted_models(path: str, config: Config, done: str = 'counted', instead: str = _INSTEAD) -> None:
