@@ -20,7 +20,15 @@ from ..surgery import Mixin, mix_in, mix_out, refuse_tracing
 from .checks import verify_modules
 from .findings import Findings
 
-__all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed', 'warn_of_own_code']
+__all__ = [
+    'FirstPass',
+    'conclude',
+    'verification_off',
+    'verify_at_first_pass',
+    'verify_changed',
+    'verify_not_at_first_pass',
+    'warn_of_own_code',
+]
 
 _off = 0  # number of open `verification_off` contexts
 
@@ -67,10 +75,20 @@ def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
         settings (Settings): Settings of the model.
         report (Report): Report of the changed modules.
     """
-    mix_out(model, FirstPass)
+    verify_not_at_first_pass(model)
     if settings.verify and settings.preset.form is not None and report.changed:
         mix_in(model, FirstPass)
         vars(model)['_verification'] = settings, report
+
+
+def verify_not_at_first_pass(model: nn.Module) -> None:
+    """Undo :func:`verify_at_first_pass`.
+
+    Args:
+        model (nn.Module): The model.
+    """
+    mix_out(model, FirstPass)
+    vars(model).pop('_verification', None)
 
 
 def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[nn.Module], None]) -> Findings:
