@@ -33,7 +33,9 @@ def by_the_optimizer(wrapper, loss):
     assert wrapper._accumulative_counts == 1 and wrapper.get_lr() == dict(lr=[1.0])
     optimizer.zero_grad(set_to_none=True)
     loss.backward() if wrapper._backward else None
-    assert [group['lr'] for group in optimizer.param_groups] == [1.0]
+    for group in (*optimizer.param_groups, *wrapper.param_groups):
+        assert group['lr'] == 1.0
+        group['lr'] *= 0.5  # a schedule of the model's own
     optimizer.step()
 
 
@@ -50,16 +52,27 @@ def all_of_two(wrapper, loss):
         each.step()
 
 
+def by_the_optimizers_of_two(wrapper, loss):
+    loss.backward() if wrapper['a']._backward else None
+    for name, groups in wrapper.param_groups.items():
+        groups[0]['lr'] *= 0.5
+        wrapper.optim_wrappers[name].optimizer.step()
+
+
+OF_TWO = [one_of_two, all_of_two, by_the_optimizers_of_two]
+
+
 @pytest.mark.parametrize('backward', [False, True])
-@pytest.mark.parametrize('use', [at_once, in_parts, by_the_optimizer, one_of_two, all_of_two])
+@pytest.mark.parametrize('use', [at_once, in_parts, by_the_optimizer, *OF_TWO])
 def test_no_update(use, backward):
     model = nn.Linear(2, 2)
     before = [p.detach().clone() for p in model.parameters()]
     wrappers = [OptimWrapper(torch.optim.SGD([p], lr=1.0)) for p in model.parameters()]
-    wrapper = OptimWrapperDict(a=wrappers[0], b=wrappers[1]) if use in (one_of_two, all_of_two) else wrappers[0]
+    wrapper = OptimWrapperDict(a=wrappers[0], b=wrappers[1]) if use in OF_TWO else wrappers[0]
     use(NoUpdate(wrapper, backward), model(torch.ones(1, 2)).sum())
     assert all(torch.equal(one, p) for one, p in zip(before, model.parameters(), strict=True))
     assert all((p.grad is not None) == backward for p in model.parameters())
+    assert all(one.get_lr() == dict(lr=[1.0]) for one in wrappers)
 
 
 @pytest.mark.parametrize('wrapped', [False, True])

@@ -145,6 +145,16 @@ class NoUpdate:
         """The optimizer, which updates nothing."""
         return _NoStep(self._wrapper.optimizer)
 
+    @property
+    def optim_wrappers(self) -> dict[str, 'NoUpdate']:
+        """Replacements for several wrappers, by their names."""
+        return self._each
+
+    @property
+    def param_groups(self) -> list[dict] | dict[str, list[dict]]:
+        """Copies of the groups of the optimizer, or of each one by name: a step may write a learning rate into them."""
+        return {name: one.param_groups for name, one in self.items()} or self.optimizer.param_groups
+
     def update_params(self, loss: Tensor, *args, **kwargs) -> None:
         """Run the backward pass if ``backward`` is true, and update nothing."""
         self.backward(loss)
@@ -179,6 +189,10 @@ class _NoStep:
         if name.startswith('__') or name == '_optimizer':
             raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+    @property
+    def param_groups(self):
+        return [dict(group) for group in self._optimizer.param_groups]
 
     def step(self, *args, **kwargs):
         pass
