@@ -111,7 +111,7 @@ class CheckpointModulesHook(ModelHook):
 
     def apply(self, model: nn.Module) -> str:
         """See :meth:`.surgery.ModelHook.apply`."""
-        names = checkpoint_modules(model, self.modules)
+        names, self._looked = checkpoint_modules(model, self.modules), False
         return f'{", ".join(names)} {"is" if len(names) == 1 else "are"} recomputed in the backward pass'
 
     def after_train_iter(self, runner, *args, **kwargs) -> None:

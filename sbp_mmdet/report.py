@@ -14,7 +14,13 @@ from .adapters import LeanModule
 from .stochastic_backprop.step_draws import StepDraws
 from .surgery import Mixin, unwrap
 from .verify.dry_run import NoUpdate
-from .verify.first_pass import conclude, verify_changed, warn_of_own_code
+from .verify.first_pass import (
+    conclude,
+    verify_at_first_pass,
+    verify_changed,
+    verify_not_at_first_pass,
+    warn_of_own_code,
+)
 
 __all__ = ['FROZEN', 'NO_BLOCK', 'UNKNOWN', 'Report', 'ReportingHook', 'thinned_line']
 
@@ -103,6 +109,7 @@ class ReportingHook(Hook):
     def before_run(self, runner) -> None:
         """Check and log the change; called by mmengine's runner."""
         super().before_run(runner)
+        self._verified, self._steps = False, 0  # the hook may have been another runner's before
         for other in itertools.takewhile(lambda hook: hook is not self, runner.hooks):  # those that ran before this one
             if isinstance(other, ReportingHook) and hasattr(other, 'report'):
                 self._refuse_second_change(unwrap(runner.model), other.report.changed)
@@ -135,11 +142,18 @@ class ReportingHook(Hook):
                 f'what the other changes in {len(undone)} modules, such as {undone[0]}; remove one'
             )
 
+    def before_train(self, runner) -> None:
+        """Let the model verify itself, in case that a loop of the user's own does not announce its batches."""
+        super().before_train(runner)
+        if not self._verified:
+            verify_at_first_pass(unwrap(runner.model), self.settings, self.report)
+
     def before_train_iter(self, runner, batch_idx: int, data_batch=None, **kwargs) -> None:
         """Verify the changed modules before the first step; called by mmengine's runner."""
-        if self._verified:
+        if self._verified or data_batch is None:  # then the model does so at its first pass
             return
         self._verified, settings, model = True, self.settings, unwrap(runner.model)
+        verify_not_at_first_pass(model)
 
         def say(message, level):
             runner.logger.log(level, message)

@@ -30,7 +30,7 @@ def _run(stdout, stderr, waits, words):
     sys.stdout, sys.stderr = (open(number, 'w', closefd=False) for number in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if waits:
-        report.build_detector = lambda *args: (print('builds', file=sys.stderr, flush=True), time.sleep(60))
+        report.build_model = lambda *args: (print('builds', file=sys.stderr, flush=True), time.sleep(60))
     command.main(words)
 
 
@@ -101,7 +101,7 @@ def test_warnings_of_checkpointing_in_a_model_of_mmdet(monkeypatch, recwarn):
         checkpoint(torch.nn.Identity(), torch.zeros(1, requires_grad=True))
         raise ValueError('built')
 
-    monkeypatch.setattr(report, 'build_detector', build)
+    monkeypatch.setattr(report, 'build_model', build)
     with pytest.raises(SystemExit):
         command.main(['report', RETINA])
     assert not [one for one in recwarn if 'use_reentrant' in str(one.message)]

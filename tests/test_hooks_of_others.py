@@ -78,3 +78,46 @@ def test_a_hook_that_undoes_the_change_of_another(modules):
     hooks[0].before_run(runner)
     with pytest.raises(ValueError, match="two LeanHooks, and one of them, with preset='none', undoes .* such as "):
         hooks[1].before_run(runner)
+
+
+class Detector(nn.ModuleDict):
+    """A backbone and a neck with a step that updates nothing."""
+
+    def __init__(self):
+        init_default_scope('mmdet')
+        torch.manual_seed(0)
+        backbone = dict(type='ResNet', depth=18, base_channels=8, frozen_stages=-1)
+        neck = dict(type='FPN', in_channels=[8, 16, 32, 64], out_channels=8, num_outs=4)
+        super().__init__(dict(backbone=MODELS.build(backbone), neck=MODELS.build(neck)))
+        self.train()
+
+    def train_step(self, data, wrapper):
+        return self['neck'](self['backbone'](data))
+
+
+def first_lines(*keys, hooks=None):
+    """Run a detector's first step with a hook for each dict; return what the log says after the changes."""
+    hooks, said, model = hooks or [LeanHook(**one) for one in keys], [], Detector()
+    logger = SimpleNamespace(info=said.append, warning=said.append, log=lambda level, text: said.append(text))
+    runner = SimpleNamespace(model=model, hooks=hooks, logger=logger, cfg=None, iter=0)
+    runner.optim_wrapper, runner.visualizer = None, SimpleNamespace(add_scalars=lambda *args: None)
+    for hook in hooks:
+        hook.before_run(runner)
+    said.clear()
+    for hook in hooks:
+        hook.before_train_iter(runner, 0, torch.randn(2, 3, 64, 64))
+    return said
+
+
+def test_each_of_two_hooks_reports_its_own_modules():
+    backbone, neck = dict(modules='backbone'), dict(preset='exact_min', modules='neck')
+    alone = [*first_lines(backbone), *first_lines(neck)]
+    assert len(alone) == 4 and alone[1] != alone[3]
+    assert first_lines(backbone, neck) == alone
+
+
+def test_a_hook_that_is_used_again_verifies_again():
+    """A notebook may give the same hook to several runners."""
+    hook = LeanHook()
+    first = first_lines(hooks=[hook])
+    assert 'verified' in first[0] and first_lines(hooks=[hook]) == first

@@ -1,7 +1,8 @@
-"""mmengine's own features beside the hook: ``compile`` and ``efficient_conv_bn_eval``."""
+"""mmengine's own features beside the hook: ``compile``, ``activation_checkpointing``, ``efficient_conv_bn_eval``."""
 
 import copy
 import logging
+import re
 import shutil
 import warnings
 
@@ -13,11 +14,13 @@ from mmdet.models.backbones import CSPNeXt, ResNet
 from mmdet.models.necks import FPN
 from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
-from mmengine.runner import Runner
+from mmengine.registry import LOOPS
+from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch import nn
 from unusual_models import assert_same, find_lean_modules, random_images
 
 from sbp_mmdet import apply_lean
+from sbp_mmdet.verify.first_pass import FirstPass
 
 VERIFIES = True
 
@@ -39,7 +42,7 @@ DETECTORS = {
 }
 
 
-def train(model, folder, hooks=(), steps=2, **cfg):
+def train(model, folder, hooks=(), steps=2, loop=None, **cfg):
     """Train with mmengine's runner; return the trained weights and the log."""
     generator, said = torch.Generator().manual_seed(0), []
     data = [dict(inputs=torch.randn(3, 64, 64, generator=generator, dtype=torch.float64)) for _ in range(2 * steps)]
@@ -47,7 +50,7 @@ def train(model, folder, hooks=(), steps=2, **cfg):
     runner = Runner(
         model=model,
         work_dir=f'{folder}',
-        train_cfg=dict(by_epoch=True, max_epochs=1),
+        train_cfg=loop or dict(by_epoch=True, max_epochs=1),
         train_dataloader=loader | dict(collate_fn=lambda b: dict(inputs=torch.stack([d['inputs'] for d in b]))),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
         custom_hooks=[*hooks],
@@ -94,6 +97,55 @@ def test_compile_of_the_runner_with_kernels(tmp_path):
     plain, _ = train(copy.deepcopy(model.double()), tmp_path)
     compiled, _ = train(model, tmp_path, [dict(type='LeanHook')], compile=True)
     assert largest_difference(compiled, plain) < 1e-6
+
+
+def test_activation_checkpointing_of_the_runner(tmp_path):
+    """What it checkpoints is verified as everything else, and is not counted: a checkpoint saves no more than plain."""
+    checkpointed = ['backbone.layer2', 'backbone.layer3.0']
+    model = DETECTORS['ResNet']().double()
+    hook = dict(type='LeanHook')
+    expected, _ = train(copy.deepcopy(model), tmp_path, activation_checkpointing=checkpointed)
+    _, usual = train(copy.deepcopy(model), tmp_path, [hook])
+    actual, said = train(model, tmp_path, [hook], activation_checkpointing=checkpointed)
+    assert largest_difference(actual, expected) < 1e-10
+    verified = [next(line for line in log if 'verified' in line) for log in (usual, said)]
+    assert verified[1].split(' against')[0] == verified[0].split(' against')[0]
+    stored = [float(re.search(r'unchanged they would store ([\d.]+) MB', '\n'.join(log))[1]) for log in (usual, said)]
+    assert stored[1] < stored[0]
+    assert not [line for line in said if 'replaced' in line or 'not verified' in line]
+
+
+@LOOPS.register_module(force=True)
+class QuietLoop(EpochBasedTrainLoop):
+    """A loop that calls hooks before an iteration without its batch, or not at all."""
+
+    def __init__(self, *args, calls, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = calls
+
+    def run_iter(self, idx, data_batch):
+        if self.calls:
+            self.runner.call_hook('before_train_iter', batch_idx=idx)
+        self.runner.model.train_step(data_batch, self.runner.optim_wrapper)
+        self._iter += 1
+
+
+@pytest.mark.parametrize('calls', [True, False])
+def test_a_loop_that_does_not_announce_its_batches(calls, tmp_path):
+    """The model is verified at its first pass, once, and trains as the plain one."""
+    model, loop = DETECTORS['ResNet']().double(), dict(type='QuietLoop', max_epochs=1, calls=calls)
+    expected, _ = train(copy.deepcopy(model), tmp_path, loop=loop)
+    actual, said = train(model, tmp_path, [dict(type='LeanHook')], loop=loop)
+    assert largest_difference(actual, expected) < 1e-10
+    assert len([line for line in said if 'against their own code' in line]) == 1, said
+    assert not isinstance(model, FirstPass) and '_verification' not in vars(model)
+
+
+def test_a_loop_that_announces_its_batches(tmp_path):
+    model = DETECTORS['ResNet']().double()
+    _, said = train(model, tmp_path, [dict(type='LeanHook')])
+    assert [line.split(':')[0] for line in said if 'against their own code' in line] == ['LeanHook']
+    assert not isinstance(model, FirstPass) and '_verification' not in vars(model)
 
 
 def bn_eval(model):

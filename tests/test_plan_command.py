@@ -321,7 +321,7 @@ def test_an_unknown_optimizer_is_named(tiny, capsys):
     ('name', 'words', 'what'),
     [
         ('counts.measure_detector', ('plan', FRCNN, '--budget', '8GiB'), 'a training step cannot be run here'),
-        ('report.build_detector', ('report', FRCNN), 'its model cannot be built here'),
+        ('report.build_model', ('report', FRCNN), 'its model cannot be built here'),
         ('verify.build_training', ('verify', FRCNN, '--size', '64x64'), 'its model cannot be verified here'),
     ],
 )

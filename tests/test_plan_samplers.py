@@ -9,16 +9,19 @@ import torch
 from mmdet.datasets import CocoDataset
 from mmdet.datasets.transforms import PackDetInputs
 from mmdet.registry import DATA_SAMPLERS, DATASETS, TRANSFORMS
+from mmdet.structures import DetDataSample, TrackDataSample
 from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
 from mmengine.registry import FUNCTIONS, init_default_scope
 from mmengine.runner import Runner
+from mmengine.structures import InstanceData
 from PIL import Image
 from test_plan_sizes import coco, config_of
-from torch.utils.data import BatchSampler, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from sbp_mmdet.plan.inputs import find_training_inputs
 from sbp_mmdet.plan.pipeline import sample_pipeline
-from sbp_mmdet.plan.real_batches import has_usual_structure
+from sbp_mmdet.plan.real_batches import build_real_batch, has_usual_structure
 from sbp_mmdet.plan.rehearse import build_largest_batch
 
 # Neighbours are alike, so that a fixed order gives small batches: any two of them would need 120 x 120.
@@ -178,6 +181,27 @@ def test_a_collation_of_ones_own_makes_the_batch(tmp_path):
     loader, batch, shape = rehearsed(config)
     assert not has_usual_structure(loader) and len(batch['inputs']) == 2
     assert (shape['batch'], shape['height'], shape['width'], shape['boxes']) == (2, 50 + 24, 80 + 8, 3)
+
+
+class Clips(Dataset):
+    """Clips of two frames as mmdet's data sets of videos give them. Each second frame has one box more."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        clip = TrackDataSample()
+        clip.video_data_samples = [DetDataSample(metainfo=dict(img_shape=(40, 60))) for _ in range(2)]
+        for number, frame in enumerate(clip.video_data_samples, (1, 4, 2)[index] - 1):
+            frame.gt_instances = InstanceData(bboxes=torch.zeros(number, 4), labels=torch.zeros(number))
+        return dict(inputs=torch.zeros(2, 3, 40, 60), data_samples=clip)
+
+
+def test_boxes_of_clips_are_those_of_their_frames():
+    loader = DataLoader(Clips(), batch_size=2, collate_fn=pseudo_collate)
+    batch, shape = build_real_batch(loader, Config(dict(model=dict(), train_dataloader=dict(batch_size=2))), 2)
+    assert len(batch['data_samples']) == 2
+    assert (shape['batch'], shape['height'], shape['width'], shape['boxes']) == (4, 40, 60, 4)
 
 
 def test_pictures_that_are_not_here_are_not_needed(tmp_path):

@@ -181,6 +181,26 @@ def test_keys_of_dataloaders(config):
         preflight.check_config(config, ('train',))
 
 
+@pytest.mark.parametrize('several', [lambda loader: dict(a=loader), lambda loader: [loader]], ids=['dict', 'list'])
+def test_several_dataloaders_of_a_loop_of_ones_own(several, config):
+    """Each is checked as a single one is; of several, heads may be for the classes of another."""
+    config.model.roi_head.bbox_head.num_classes = 1
+    before = config.train_dataloader
+    with pytest.raises(PreflightError, match='num_classes=1'):
+        preflight.check_config(config, ('train',))
+    name = 'a' if isinstance(several(before), dict) else '0'
+    for split in ('train', 'val'):
+        loader = config[f'{split}_dataloader'].to_dict()
+        both = several(loader)
+        both.update(b=loader) if isinstance(both, dict) else both.append(loader)
+        config[f'{split}_dataloader'] = both
+    config.val_evaluator = [[config.val_evaluator], [config.val_evaluator]]
+    preflight.check_config(config, ('train', 'val'))
+    config.train_dataloader[int(name) if name.isdigit() else name].dataset.ann_file = 'none.json'
+    with pytest.raises(PreflightError, match=f'train_dataloader.{name}.dataset.ann_file.*none.json'):
+        preflight.check_config(config, ('train', 'val'))
+
+
 def refuse_to_write(dir):
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

@@ -1,5 +1,7 @@
 """What mmengine's runner would end with a traceback about is a line of the training script."""
 
+import contextlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +11,23 @@ from mmdet.datasets import AspectRatioBatchSampler
 from mmdet.registry import HOOKS
 from mmengine.config import Config
 from mmengine.dataset import DefaultSampler, InfiniteSampler
-from mmengine.optim import OptimWrapper
+from mmengine.hooks import EMAHook
+from mmengine.model import MMDistributedDataParallel
+from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
+from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.registry import MODEL_WRAPPERS
 from mmengine.runner import IterBasedTrainLoop
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import sbp_mmdet
-from sbp_mmdet.plan.config_checks import check_config
+from sbp_mmdet.plan.command import main
+from sbp_mmdet.plan.config_checks import check_config, refuse_uncounted_models
 from sbp_mmdet.plan.config_keys import describe_mistake, refuse_bad_priorities, refuse_missing_scope
+from sbp_mmdet.plan.pipeline import CannotRun
+from sbp_mmdet.plan.rehearse import build_largest_batch
+from sbp_mmdet.plan.strategies import refuse_strategies
 from sbp_mmdet.resume import NoBatch, refuse_empty_loader
 
 import hook_checks  # isort: skip
@@ -119,6 +131,22 @@ def test_the_planner_refuses_the_same_values(change, message):
         check_config(Config(dict(LOOP, **change)))
 
 
+@pytest.mark.parametrize('several', [dict, list])
+def test_several_loaders(several):
+    """A loop of the user's own may have several. Each is checked, and no command takes their batches for a single's."""
+    parts = dict(a=LOOP['train_dataloader'], b=LOOP['train_dataloader'] | dict(batch_size=0))
+    loaders = parts if several is dict else [*parts.values()]
+    config = Config(dict(LOOP, train_dataloader=loaders, val_dataloader=loaders, custom_hooks=[]))
+    second = 'b' if several is dict else '1'
+    with pytest.raises(PreflightError, match=f'train_dataloader.{second}.batch_size=0 must be'):
+        check_runner_keys(config, ('train',))
+    check_config(config)
+    with pytest.raises(ValueError, match=f'several data loaders .train_dataloader.., train_dataloader.{second}.. Such'):
+        refuse_uncounted_models('a.py', config)
+    with pytest.raises(CannotRun, match=f'joins the batches of .* train_dataloader.{second}'):
+        build_largest_batch(SimpleNamespace(train_dataloader=None, cfg=config))
+
+
 @pytest.mark.parametrize('own', [True, False], ids=['batch sampler', 'loader'])
 def test_a_loader_that_drops_its_only_batch(own):
     def make(sampler, batch, drop=True):
@@ -208,3 +236,80 @@ def test_a_class_of_mmdet_without_its_scope():
     assert HOOKS.get('MeanTeacherHook') is not None
     said = describe_mistake(config, error)
     assert said.endswith("mmdet has it; write default_scope = 'mmdet' in the config") and 'did you mean' not in said
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (
+            dict(optim_wrapper=dict(constructor='LayerDecayOptimizerConstructr')),
+            "optim_wrapper.constructor='LayerDecayOptimizerConstructr' is not registered; did you mean",
+        ),
+        (
+            dict(custom_hooks=[dict(type='EMAHook', ema_type='ExpMomentumEMAA')]),
+            "custom_hooks.0.ema_type='ExpMomentumEMAA' is not registered; did you mean 'ExpMomentumEMA'",
+        ),
+        (
+            dict(activation_checkpointing=['layers', 'layers.2']),
+            r"activation_checkpointing=\['layers', 'layers.2'\]: the model has no 'layers.2'; name submodules",
+        ),
+        (dict(efficient_conv_bn_eval='backbone'), "efficient_conv_bn_eval='backbone': the model has no 'backbone'"),
+    ],
+)
+def test_mistakes_in_keys_without_a_type(change, said):
+    """What mmengine raises when it uses them does not name the key."""
+    model = nn.ModuleDict(dict(layers=nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))))
+    config = Config(dict(LOOP, **change))
+    with pytest.raises((AttributeError, KeyError)) as found:
+        if 'optim_wrapper' in change:
+            build_optim_wrapper(model, dict(LOOP['optim_wrapper'], **change['optim_wrapper']))
+        elif 'custom_hooks' in change:
+            EMAHook('ExpMomentumEMAA').before_run(SimpleNamespace(model=model))
+        elif 'activation_checkpointing' in change:
+            turn_on_activation_checkpointing(model, config.activation_checkpointing)
+        else:
+            turn_on_efficient_conv_bn_eval(model, config.efficient_conv_bn_eval)
+    assert re.match(said, describe_mistake(config, found.value)), describe_mistake(config, found.value)
+
+
+def test_attribute_errors_of_other_code_are_not_about_the_config():
+    with pytest.raises(AttributeError) as found:
+        _ = IMAGES.no_such
+    assert describe_mistake(Config(dict(LOOP, activation_checkpointing=['layers'])), found.value) is None
+
+
+@MODEL_WRAPPERS.register_module(force=True)
+class OwnWrapper(MMDistributedDataParallel):
+    """A wrapper of the user's own, with which each GPU holds all of the model."""
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (dict(model_wrapper_cfg=dict(type='OwnWrapper')), None),
+        (dict(model_wrapper_cfg=dict(type=OwnWrapper)), None),
+        (dict(model_wrapper_cfg=dict(type='DistributedDataParallel')), None),
+        (dict(model_wrapper_cfg=dict(find_unused_parameters=True)), None),
+        (dict(strategy=dict(type='DDPStrategy')), None),
+        (dict(model_wrapper_cfg=dict(type='MMFullyShardedDataParallel')), 'MMFullyShardedDataParallel spreads weights'),
+        (dict(strategy=dict(type='FSDPStrategy')), 'strategy=FSDPStrategy spreads weights'),
+        (dict(strategy=dict(type='DeepSpeedStrategy')), 'strategy=DeepSpeedStrategy spreads weights'),
+        (
+            dict(model_wrapper_cfg=dict(type='MMDistributedDataParalel')),
+            "model_wrapper_cfg.type='MMDistributedDataParalel' is not registered; did you mean",
+        ),
+    ],
+)
+def test_wrappers_and_strategies(change, said):
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        refuse_strategies('a.py', Config(dict(LOOP, **change)))
+
+
+def test_a_report_needs_no_optimizer(tmp_path, capsys):
+    """Not every constructor of optimizers takes every model: this one takes ConvNeXt alone."""
+    kind = 'LearningRateDecayOptimizerConstructor'
+    options = "optimizer=dict(weight_decay=0.1), paramwise_cfg=dict(num_layers=6, decay_type='layer_wise')"
+    config = "_base_ = 'mmdet::retinanet/retinanet_r18_fpn_1x_coco.py'\n"
+    (tmp_path / 'a.py').write_text(f"{config}optim_wrapper = dict(constructor='{kind}', {options})\n")
+    main(['report', str(tmp_path / 'a.py')])
+    assert 'exact, stores less' in capsys.readouterr().out

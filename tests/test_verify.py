@@ -222,6 +222,25 @@ def test_the_command(broken, monkeypatch, capsys):
     assert 'against their own code' in out and ('off' in out.split('verified')[0]) == broken
 
 
+def test_the_command_verifies_each_of_two_hooks(tmp_path, monkeypatch, capsys):
+    """A hook for the backbone and one for the neck: the second is verified, too, and a preset of own code is not."""
+    hooks = ', '.join(
+        f"dict(type='LeanHook', preset='{preset}', modules='{modules}')"
+        for preset, modules in (('exact', 'backbone'), ('exact_min', 'neck'), ('with_cp', 'roi_head'))
+    )
+    config = f"_base_ = '{SHAPES}'\nmodel = dict(backbone=dict(sbp_cfg=None))\ncustom_hooks = [{hooks}]\n"
+    (tmp_path / 'two.py').write_text(config)
+    command = [THE_COMMAND[0], str(tmp_path / 'two.py'), *THE_COMMAND[2:]]
+    main(command)
+    out = capsys.readouterr().out
+    first, second = out.split("preset='exact_min', modules=['neck']:")
+    assert "preset='exact', modules=['backbone']:" in first and 'ConvNeXtBlock' in first and 'ConvModule' not in first
+    assert 'ConvModule' in second and 'ConvNeXtBlock' not in second and "preset='with_cp'" not in out
+    faulty_forward(operation_in(conv_norm_act), monkeypatch)
+    with pytest.raises(SystemExit, match='1'):
+        main(command)
+
+
 def test_what_a_module_writes_to_its_input(monkeypatch):
     """An activation that should work in place, and does not, has the right output and gradients."""
     monkeypatch.setattr(

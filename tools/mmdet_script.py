@@ -29,7 +29,7 @@ __all__ = [
     'toolbox_of',
 ]
 
-_OF_CONFIGS = FileNotFoundError, KeyError, TypeError  # a value of the config may have caused them
+_OF_CONFIGS = AttributeError, FileNotFoundError, KeyError, TypeError  # a value of the config may have caused them
 _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DICT = re.compile(r'(^|[\[(,])\s*[\'"]?(dict\(|\{)')  # at the beginning of a value, or of a member of it
 # mmengine's parser, which looks for a comma outside of brackets, does not return for these.

@@ -31,7 +31,7 @@ from mmdet_script import find_work_dir
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.runner import Runner
-from runner_checks import check_launcher, check_optimizer, check_runner_keys
+from runner_checks import check_launcher, check_optimizer, check_runner_keys, list_loaders
 from torch.utils.data import DataLoader
 
 __all__ = [
@@ -176,46 +176,52 @@ def check_config(config: Config, splits: tuple[str, ...]) -> None:
         _check_channels(config)
         check_optimizer(config)
     for split in splits:
-        _check_dataloader(config, split)
         needed = TEST_KEYS if split == 'test' else KEYS
-        for kind, dataset in _datasets((config.get(f'{split}_dataloader') or {}).get('dataset')):
-            path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
+        loaders = list_loaders(config, split)
+        for key, loader in loaders.items():
+            _check_dataloader(key, loader)
+            _check_datasets(config, split, f'{key}.dataset', loader.get('dataset'), alone=len(loaders) == 1)
+            _check_imagenet(key, loader)
+        for evaluator in dicts(config.get(f'{split}_evaluator')):
+            path = class_name(evaluator) == 'CocoMetric' and _local(
+                evaluator.get('ann_file'), None, evaluator.get('backend_args')
+            )
             if path:
-                classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
-                key = f'{split}_dataloader.dataset.ann_file'
-                names = check_annotations(path, key, classes, needed)
-                if split == 'train' and classes and _labels_are_categories(kind, config):
-                    _check_num_classes(config, len(set(classes) & set(names)), len(classes))
-                    _check_training_set(path, key, dataset, classes, names)
-                _check_images(path, f'{split}_dataloader.dataset.data_prefix', kind, dataset)
-        _check_imagenet(config, split)
-        evaluators = config.get(f'{split}_evaluator') or []
-        for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
-            path = _local(evaluator.get('ann_file'), None, evaluator.get('backend_args'))
-            if path and class_name(evaluator) == 'CocoMetric':
                 check_annotations(path, f'{split}_evaluator.ann_file', needed=needed)
 
 
-def _check_dataloader(config, split):
+def _check_datasets(config, split, key, node, alone):
+    """Check the data sets of a dataloader. If it is not ``alone``, the heads may be of other loaders' data."""
+    for kind, dataset in _datasets(node):
+        path = _local(dataset.get('ann_file'), dataset.get('data_root'), dataset.get('backend_args'))
+        if not path:
+            continue
+        classes = kind._load_metainfo(dataset.get('metainfo')).get('classes')
+        names = check_annotations(path, f'{key}.ann_file', classes, TEST_KEYS if split == 'test' else KEYS)
+        if split == 'train' and classes and _labels_are_categories(kind, node):
+            if alone:
+                _check_num_classes(config, len(set(classes) & set(names)), len(classes))
+            _check_training_set(path, f'{key}.ann_file', dataset, classes, names)
+        _check_images(path, f'{key}.data_prefix', kind, dataset)
+
+
+def _check_dataloader(key, loader):
     """Find a misspelt key of a dataloader, whose error would name neither."""
-    loader = config.get(f'{split}_dataloader')
     known = {*inspect.signature(DataLoader.__init__).parameters, 'num_batch_per_epoch', '_scope_', '_delete_'}
     known -= {'self'}
-    for key in loader if isinstance(loader, dict) else ():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+    for name, value in loader.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             remedy = f'did you mean {near[0]!r}?' if near else 'remove it'
-            raise PreflightError(
-                f'{split}_dataloader.{key}={loader[key]!r}: DataLoader has no argument {key!r}; {remedy}'
-            )
+            raise PreflightError(f'{key}.{name}={value!r}: DataLoader has no argument {name!r}; {remedy}')
 
 
-def _labels_are_categories(kind, config):
+def _labels_are_categories(kind, node):
     """Return whether the labels of boxes are the file's categories: no transform of the user's own may map them.
 
     A panoptic data set, for example, has categories that no box has.
     """
-    found = [step.get('type') for step in dicts((config.get('train_dataloader') or {}).get('dataset'))]
+    found = [step.get('type') for step in dicts(node)]
     steps = [TRANSFORMS.get(name) if isinstance(name, str) else name for name in found]
     return kind.parse_data_info is CocoDataset.parse_data_info and all(map(_is_of_mmdet, steps))
 
@@ -298,14 +304,14 @@ def _check_channels(config):
         raise PreflightError(f'{config.filename}, {problem}')
 
 
-def _check_imagenet(config, split):
+def _check_imagenet(key, loader):
     """Check the folder of mmpretrain's ImageNet, which mmpretrain's own error would not name."""
-    for dataset in dicts((config.get(f'{split}_dataloader') or {}).get('dataset')):
+    for dataset in dicts(loader.get('dataset')):
         if class_name(dataset) == 'ImageNet':
             root = _local(dataset.get('data_root'), None, dataset.get('backend_args'))
             if root and not root.is_dir():
                 raise PreflightError(
-                    f'{split}_dataloader: data_root={str(root)!r} of ImageNet is no folder (working folder: '
+                    f'{key}: data_root={str(root)!r} of ImageNet is no folder (working folder: '
                     f'{Path.cwd()}); give the folder that holds train and val'
                 )
 

@@ -13,7 +13,7 @@ from mmdet.registry import OPTIMIZERS
 from mmengine.config import Config
 from mmengine.device import get_device
 
-__all__ = ['check_launcher', 'check_optimizer', 'check_runner_keys']
+__all__ = ['check_launcher', 'check_optimizer', 'check_runner_keys', 'list_loaders']
 
 _VARIABLES = {
     'pytorch': (('RANK', 'LOCAL_RANK', 'WORLD_SIZE'), 'tools/dist_train.sh or torchrun'),
@@ -73,9 +73,25 @@ def check_runner_keys(config: Config, splits: tuple[str, ...]) -> None:
             given = [key for key in keys if key not in missing]
             instead = '' if split == 'train' else f', or set {", ".join(given)} to None to leave this loop out'
             raise PreflightError(f'{config.filename} has no {" and no ".join(missing)}; add what is missing{instead}')
-        loader = config.get(f'{split}_dataloader')
-        if isinstance(loader, dict):
-            _check_loader(loader, f'{split}_dataloader')
+        for key, loader in list_loaders(config, split).items():
+            _check_loader(loader, key)
+
+
+def list_loaders(config: Config, split: str) -> dict[str, dict]:
+    """Return the data loaders of a loop by their keys: one, or several of a loop of the user's own.
+
+    Args:
+        config (Config): The config.
+        split (str): 'train', 'val' or 'test'.
+    """
+    key = f'{split}_dataloader'
+    loader = config.get(key)
+    if not isinstance(loader, (dict, list, tuple)):
+        return {}
+    parts = loader.items() if isinstance(loader, dict) else enumerate(loader)
+    several = {f'{key}.{name}': one for name, one in parts if isinstance(one, dict) and 'dataset' in one}
+    is_one = isinstance(loader, dict) and ('dataset' in loader or not several)
+    return {key: loader} if is_one else several
 
 
 def _check_loader(loader, key):

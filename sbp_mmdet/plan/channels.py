@@ -6,6 +6,7 @@ from mmdet.models import DetDataPreprocessor
 from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import Config
 
+from .config_values import list_loaders
 from .transforms import innermost_of, name_of, transforms_of
 
 __all__ = ['find_channel_mismatch', 'loaded_channels']
@@ -23,7 +24,8 @@ def loaded_channels(config: Config) -> int | None:
         int | None: 1 for images that are loaded in grey and that no transform of the user's own may change; ``None``
         otherwise.
     """
-    steps = [*innermost_of(transforms_of((config.get('train_dataloader') or {}).get('dataset')))]
+    datasets = [loader.get('dataset') for loader in list_loaders(config, 'train_dataloader').values()]
+    steps = [step for dataset in datasets for step in innermost_of(transforms_of(dataset))]
     types = [step.get('type') for step in steps]
     kinds = [TRANSFORMS.get(kind) if isinstance(kind, str) else kind for kind in types]
     known = all(map(_is_of_libraries, kinds))

@@ -32,7 +32,6 @@ from .config_checks import (
     add_config,
     find_dropped_hooks,
     find_missing_import,
-    refuse_strategies,
     refuse_uncounted_models,
     refuse_wrapped_detectors,
 )
@@ -45,6 +44,7 @@ from .planner import CONTEXT, OWN, WORKSPACES, choose_row, parse_bytes, parse_si
 from .rehearse_command import add_rehearse
 from .report import add_report
 from .snippet import snippet
+from .strategies import refuse_strategies
 from .tables import format_gib
 from .variants import is_plain, load_config, make_plain, needs_mmpretrain
 from .verify import add_verify

@@ -20,7 +20,7 @@ from ..hooks import LeanHook
 from ..surgery import ModelHook, hook_arguments, hook_class, model_hooks
 from .backbone_checks import check_backbones, is_ours
 from .config_keys import refuse_bad_priorities, refuse_missing_scope
-from .config_values import refuse_bad_values
+from .config_values import list_loaders, refuse_bad_values
 from .rehearse import RehearseHook
 from .transforms import name_of
 
@@ -34,21 +34,19 @@ __all__ = [
     'find_own_hooks',
     'find_small_heads',
     'list_imports',
-    'refuse_strategies',
     'refuse_two_changes',
     'refuse_uncounted_models',
     'refuse_wrapped_detectors',
 ]
 
 _LIBRARIES = ('mmdet', 'mmcv', 'mmengine', 'mmpretrain', 'mmcls', 'projects')
-# Strategies and wrappers with which each GPU holds all of the model.
-_WHOLE = ('SingleDeviceStrategy', 'DDPStrategy', 'MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
 # Preprocessors of other batches than images with boxes.
 _UNCOUNTED = {
     'TrackDataPreprocessor': 'clips of videos',
     'ReIDDataPreprocessor': 'crops of persons for re-identification',
     'MultiBranchDataPreprocessor': 'branches of images for a student and a teacher',
 }
+_INSTEAD = 'give the config of a detector that trains on single images'
 # Models that hold a detector, and what it is trained with.
 _TRAINED_WITH = {SemiBaseDetector: 'a teacher', BaseMOTModel: 'a tracker'}
 _DICT = re.compile(r'(^|[\[(,])\s*[\'"]?(dict\(|\{)')  # at the beginning of an override, or of a member of it
@@ -134,7 +132,8 @@ def check_config(config: Config) -> None:
         ValueError: For the first mistake; the message names the value and the remedy.
     """
     for key in _DICTS:
-        if config.get(key) is not None and not isinstance(config[key], dict):
+        several = key.endswith('_dataloader') and list_loaders(config, key)  # of a loop of the user's own
+        if config.get(key) is not None and not isinstance(config[key], dict) and not several:
             raise ValueError(f'{key}={config[key]!r} must be a dict')
     hooks = config.get('custom_hooks') or []
     if not isinstance(hooks, (list, tuple)):
@@ -298,41 +297,28 @@ def find_own_hooks(config: Config) -> list[str]:
     return [kind.__name__ for kind in kinds if kind.__module__.partition('.')[0] not in known]
 
 
-def refuse_strategies(path: str, config: Config) -> None:
-    """Refuse a config that shards weights and states over GPUs, because counts are for a GPU that holds all of them.
+def refuse_uncounted_models(path: str, config: Config, done: str = 'counted', instead: str = _INSTEAD) -> None:
+    """Refuse a training whose batches are not images with boxes, such as clips of videos.
 
     Args:
         path (str): The config as the user named it.
         config (Config): The config.
+        done (str): What the command does with steps. Default: 'counted'.
+        instead (str): The remedy. Default: another config.
 
     Raises:
-        ValueError: If a strategy or a wrapper of the model shards it.
-    """
-    for key in ('strategy', 'model_wrapper_cfg'):
-        kind = name_of(config.get(key) or {})
-        if kind and kind not in _WHOLE:
-            raise ValueError(
-                f'{path}: {key}={kind} spreads weights, gradients and optimizer states over GPUs, which is not '
-                f'counted; take {key} out of the config to plan for GPUs that each hold all of it'
-            )
-
-
-def refuse_uncounted_models(path: str, config: Config) -> None:
-    """Refuse a model whose training batches are not images with boxes, such as clips of videos.
-
-    Args:
-        path (str): The config as the user named it.
-        config (Config): The config.
-
-    Raises:
-        ValueError: If the preprocessor of the model is one for other batches.
+        ValueError: If the preprocessor of the model is one for other batches, or a loop has several data loaders.
     """
     preprocessor = config.model.get('data_preprocessor') or {}
     what = _UNCOUNTED.get(name_of(preprocessor))
-    if what and not preprocessor.get('use_det_processor'):  # with it, a tracker's detector trains on images
+    if what and preprocessor.get('use_det_processor'):  # with it, a tracker's detector trains on images
+        what = None
+    if len(loaders := list_loaders(config, 'train_dataloader')) > 1:
+        what = f'batches of several data loaders ({", ".join(loaders)})'
+    if what:
         raise ValueError(
-            f'{path}: {name_of(config.model)} trains on {what}. Such steps are not counted, and --size does not help; '
-            'give the config of a detector that trains on single images'
+            f'{path}: {name_of(config.model)} trains on {what}. Such steps are not {done}, and --size does not help; '
+            f'{instead}'
         )
 
 

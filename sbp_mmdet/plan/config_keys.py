@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import inspect
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +26,11 @@ __all__ = [
 ]
 
 _UNKNOWN_CLASS = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry|Cannot find (\S+) in registry')
+# An optimizer's constructor and the averaged model of EMAHook are named without a dict.
+_KEYS_OF_CLASSES = 'type', 'constructor', 'ema_type'
+# Functions of mmengine's runner that look up submodules, and the keys of a config whose values they are called with.
+_LOOKUPS = {'turn_on_activation_checkpointing': 'activation_checkpointing'}
+_LOOKUPS['turn_on_efficient_conv_bn_eval'] = 'efficient_conv_bn_eval'
 _MISSING_FILE = re.compile(r'\[Errno 2\] No such file or directory: ([\'"])(.+)\1')
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
@@ -44,6 +50,8 @@ def describe_mistake(config: Config, error: Exception) -> str | None:
         return _describe_missing_file(config, error)
     if isinstance(error, KeyError) and (found := _UNKNOWN_CLASS.search(text)):
         return _describe_unknown_class(config, found[1] or found[3], found[2] or 'model')
+    if isinstance(error, AttributeError):
+        return _describe_missing_submodule(config, error)
     if isinstance(error, TypeError) and (found := _UNKNOWN_ARGUMENT.search(text)):
         return _describe_unknown_argument(config, *found.groups())
     return None
@@ -183,6 +191,15 @@ def _describe_missing_file(config, error):
     return f'{key}={value!r}{joined} does not exist; {remedy}'
 
 
+def _describe_missing_submodule(config, error):
+    """Return the key of the runner that names a submodule which the model does not have, or ``None``."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        key, name = _LOOKUPS.get(frame.f_code.co_name), frame.f_locals.get('module_name')
+        if key in config and name:
+            return f'{key}={config[key]!r}: the model has no {name!r}; name submodules as print(model) shows them'
+    return None
+
+
 def _has_data_root(config, key):
     """Return whether a dict of the config that a key leads through has a ``data_root``."""
     return any(
@@ -201,7 +218,8 @@ def _lies_in(path, folder):
 
 
 def _describe_unknown_class(config, name, registry):
-    key = next((key for key, value in _values(config) if key.endswith('.type') and value == name), None)
+    named = [key for key, value in _values(config) if key.rpartition('.')[2] in _KEYS_OF_CLASSES and value == name]
+    key = next(iter(named), None)
     if key is None:
         return None
     package = name.partition('.')[0] if '.' in name else ''

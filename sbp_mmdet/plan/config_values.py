@@ -5,7 +5,7 @@ import math
 
 from mmengine.config import Config
 
-__all__ = ['refuse_bad_values']
+__all__ = ['list_loaders', 'refuse_bad_values']
 
 # The least value of each key that is a whole number.
 _WHOLE_NUMBERS = {
@@ -48,9 +48,24 @@ def refuse_bad_values(config: Config) -> None:
     if level is not None and not isinstance(level, int) and level not in logging._nameToLevel:
         raise ValueError(f'log_level={level!r} is unknown; write one of {", ".join(map(repr, _LEVELS))}')
     for split in ('train', 'val', 'test'):
-        loader = config.get(f'{split}_dataloader')
-        if isinstance(loader, dict):
-            _refuse_empty_wrappers(f'{split}_dataloader.dataset', loader.get('dataset'))
+        for key, loader in list_loaders(config, f'{split}_dataloader').items():
+            _refuse_empty_wrappers(f'{key}.dataset', loader.get('dataset'))
+
+
+def list_loaders(config: Config, key: str) -> dict[str, dict]:
+    """Return the data loaders of a loop by their keys: one, or several, which a loop of the user's own may have.
+
+    Args:
+        config (Config): Any config.
+        key (str): 'train_dataloader', or that of another loop.
+    """
+    loader = config.get(key)
+    if not isinstance(loader, (dict, list, tuple)):
+        return {}
+    parts = loader.items() if isinstance(loader, dict) else enumerate(loader)
+    several = {f'{key}.{name}': one for name, one in parts if isinstance(one, dict) and 'dataset' in one}
+    is_one = isinstance(loader, dict) and ('dataset' in loader or not several)
+    return {key: loader} if is_one else several
 
 
 def _is_whole(value, name):

@@ -40,6 +40,7 @@ from .transforms import name_of
 __all__ = [
     'assignment_on_cpu',
     'build_detector',
+    'build_model',
     'build_training',
     'clear_caches',
     'measure_detector',
@@ -182,15 +183,15 @@ def build_training(
     return model, wrapper, data
 
 
-def build_detector(config: Config, device: str):
-    """Build model and optimizer as mmengine's runner does, with hooks that change the model, and without weights.
+def build_model(config: Config, device: str) -> nn.Module:
+    """Build a model as mmengine's runner does, with hooks that change the model, and without weights.
 
     Args:
         config (Config): Config of a detector.
-        device (str): Device of the model. On a CPU, the wrapper of mixed precision is replaced by a plain one.
+        device (str): Device of the model.
 
     Returns:
-        tuple: The model in training mode, and its optimizer wrapper.
+        nn.Module: The model in training mode.
     """
     init_default_scope(scope_of(config))
     model = MODELS.build(_without_weights(config.model))
@@ -207,6 +208,20 @@ def build_detector(config: Config, device: str):
         hook.apply(model)
     if modules := config.get('activation_checkpointing'):  # behind the hooks, as the runner does
         turn_on_activation_checkpointing(model, modules)
+    return model
+
+
+def build_detector(config: Config, device: str):
+    """Build model and optimizer, see :func:`build_model`.
+
+    Args:
+        config (Config): Config of a detector.
+        device (str): Device of the model. On a CPU, the wrapper of mixed precision is replaced by a plain one.
+
+    Returns:
+        tuple: The model in training mode, and its optimizer wrapper.
+    """
+    model = build_model(config, device)
     cfg = copy.deepcopy(config.optim_wrapper)
     if torch.device(device).type == 'cpu':
         if 'Amp' in str(cfg.get('type', '')):

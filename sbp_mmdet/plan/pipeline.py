@@ -330,8 +330,9 @@ def _run_on_image(dataset, i):
 def _shape_and_boxes(inputs, sample):
     if isinstance(inputs, torch.Tensor):  # packed by the user's own transform
         channels, height, width = inputs.shape[-3:]
-        truth = getattr(getattr(sample, 'gt_instances', None), 'bboxes', ())
-        return height, width, channels, as_array(truth)
+        frames = getattr(sample, 'video_data_samples', [sample])  # of a clip
+        truth = [getattr(getattr(frame, 'gt_instances', None), 'bboxes', ()) for frame in frames]
+        return height, width, channels, as_array(max(truth, key=len))
     return (*inputs, sample)
 
 

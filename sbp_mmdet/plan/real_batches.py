@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 
 import numpy as np
-from mmdet.structures import DetDataSample
+from mmdet.structures import DetDataSample, TrackDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmdet.structures.mask import BitmapMasks, PolygonMasks
 from mmengine.config import Config
@@ -146,6 +146,8 @@ def _pixels(shape):
 
 
 def _samples_in(value) -> Iterator[DetDataSample]:
+    if isinstance(value, TrackDataSample):  # a clip
+        value = value.video_data_samples
     if isinstance(value, DetDataSample):
         yield value
     elif isinstance(value, (dict, list, tuple)):

@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from .config_checks import add_config, refuse_strategies
+from .config_checks import add_config
 from .detector import refuse_unknown_optimizer
 from .errors import bad_input
 from .pages import describe_missing_backbone
@@ -15,6 +15,7 @@ from .pipeline import CannotRun
 from .planner import parse_bytes
 from .quiet import without_reading_of_files
 from .rehearse import DoesNotFit, RehearseHook
+from .strategies import refuse_strategies
 from .transforms import name_of
 from .variants import needs_mmpretrain
 

@@ -10,7 +10,7 @@ from ..presets import PRESETS, Settings
 from ..report import thinned_line
 from ..surgery import model_hooks
 from .config_checks import add_config
-from .detector import build_detector
+from .detector import build_model, refuse_unknown_optimizer
 from .errors import bad_input
 from .variants import make_plain
 
@@ -59,7 +59,8 @@ def _report(args: argparse.Namespace, config: Config) -> None:
     if args.preset is None and not _asked_for(config):
         print("The config has no LeanHook and no sbp_cfg, so it changes nothing. With preset='exact':")
     try:
-        model, _ = build_detector(make_plain(config), 'cpu')
+        model = build_model(make_plain(config), 'cpu')  # without its optimizer, which may not run here
+        refuse_unknown_optimizer(config.optim_wrapper)
     except Exception as error:  # whatever a model's own code raises
         raise bad_input(args.config, 'its model cannot be built here', error, config) from error
     for part, settings in changes:

@@ -63,15 +63,24 @@ def verify_config(
 
 
 def _verify(args: argparse.Namespace, config: Config) -> None:
-    refuse_uncounted_models(args.config, config)
+    hint = 'LeanHook verifies its modules itself when a training begins'
+    refuse_uncounted_models(args.config, config, 'verified by this command', hint)
     inputs = find_training_inputs(config, args.batch, parse_size(args.size) if args.size else None)
     size = inputs.batch, inputs.height, inputs.width, inputs.channels
-    part, settings = list_changes(config, args.preset)[0]
-    if settings.preset.form is None:
+    asked_for = list_changes(config, args.preset)
+    changes = [(part, settings) for part, settings in asked_for if settings.preset.form is not None]
+    if not changes:
         raise ValueError(
-            f'{args.config}: preset {settings.preset.name!r} leaves every operation as it is, so there is nothing to '
-            'verify; name another one, such as --preset exact'
+            f'{args.config}: preset {asked_for[0][1].preset.name!r} leaves every operation as it is, so there is '
+            'nothing to verify; name another one, such as --preset exact'
         )
+    results = [_verify_change(args, config, part, settings, *size) for part, settings in changes]
+    if not all(results):
+        raise SystemExit(1)
+
+
+def _verify_change(args, config, part, settings, *size) -> bool:
+    """Verify and print one of a config's changes; return whether all modules that it changes agree."""
     settings = dataclasses.replace(settings, modules=(part,)) if part else settings
     try:
         findings = verify_config(config, settings, args.device, *size)
@@ -87,6 +96,6 @@ def _verify(args: argparse.Namespace, config: Config) -> None:
         Column('s', lambda row: f'{row.seconds:.2f}'),
         Column('', lambda row: row.disagrees or row.skipped or 'agrees'),
     ]
-    print(format_table(columns, findings.kinds), f'\n\n{findings}', sep='')
-    if findings.failed or findings.skipped:
-        raise SystemExit(1)
+    title = f"preset='{settings.preset.name}', modules={[*settings.modules]}:\n" if settings.modules else ''
+    print(title, format_table(columns, findings.kinds), f'\n\n{findings}', sep='')
+    return not findings.failed and not findings.skipped

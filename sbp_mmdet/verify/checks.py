@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from mmengine.dist import all_reduce, get_world_size
@@ -34,7 +34,11 @@ _EIGHT_BITS = 0.06
 
 
 def verify_modules(
-    model: nn.Module, names: Iterable[str], run: Callable[[nn.Module], None], every: bool = False
+    model: nn.Module,
+    names: Iterable[str],
+    run: Callable[[nn.Module], None],
+    every: bool = False,
+    parts: Collection[str] | None = None,
 ) -> Findings:
     """Compare the changed modules of a model with their own code, on the inputs that they get in a forward pass.
 
@@ -47,13 +51,15 @@ def verify_modules(
         names (Iterable[str]): Names of its changed modules.
         run (Callable): Runs a forward pass of its argument, a copy of the model.
         every (bool): Whether every module is compared, not one of each kind. Default: False.
+        parts (Collection[str] | None): Names of the recomputed parts whose bytes are counted. If ``None``, all of them;
+            the others are those that another hook changed. Default: None.
 
     Returns:
         Findings: The results.
     """
     names, findings, watch = [*names], Findings(), None
     try:
-        watch = _Watch(hookless_copy(model), names, findings, every)
+        watch = _Watch(hookless_copy(model), names, findings, every, parts)
     except Exception as error:  # noqa: BLE001  whatever a model's own code raises when it is copied
         findings.skipped = f'{error}' if isinstance(error, CannotCopy) else f'{type(error).__name__}: {error}'
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device('cpu'))
@@ -64,12 +70,15 @@ def verify_modules(
         with torch.no_grad(), without_side_effects(watch.devices), restored_parameters(model):
             run(watch.model)
     except Exception as error:  # noqa: BLE001  if the error is the model's own, the step itself will raise it
-        findings.skipped = f'{type(error).__name__}: {error}'
+        findings.skipped = _describe_end(error)
     for kind in findings.kinds:
         if kind.disagrees:
             findings.failed.update(dict.fromkeys(kind.modules, kind.disagrees))
     ran = {name for kind in findings.kinds for name in kind.modules}
-    findings.silent = [] if findings.skipped else [name for name in names if name not in ran]
+    others = [name for name in names if name not in ran]
+    findings.silent, findings.missed = ([], others) if findings.skipped else (others, [])
+    if names and not others:  # all were compared before the step ended
+        findings.skipped = None
     findings.synced = get_world_size() > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     watch.saved.count()
     # Of all modules: which of them were changed may differ, for example if one process has registered hooks.
@@ -79,6 +88,13 @@ def verify_modules(
         if bad and name in changed:
             findings.failed.setdefault(name, 'it failed in another process')
     return findings
+
+
+def _describe_end(error):
+    """Return why a pass without gradients ended early."""
+    if isinstance(error, RuntimeError) and 'does not require grad' in f'{error}':
+        return 'the model calls backward by itself, and here there are no gradients'
+    return f'{type(error).__name__}: {error}'
 
 
 def _reduce_over_ranks(flags, device, op):
@@ -129,7 +145,7 @@ class _Classes:
 class _Watch:
     """Comparison of the changed modules of a copy at the time when they are called."""
 
-    def __init__(self, model, names, findings, every):
+    def __init__(self, model, names, findings, every, parts):
         self.model, self.findings, self.every = model, findings, every
         self.names, self.classes, self.kinds, self.saved = {}, {}, {}, SavedBytes()
         self.around = []  # changed modules whose own code is running; they count the bytes of modules inside of them
@@ -139,11 +155,11 @@ class _Watch:
         self.recomputed, self.checkpointed = set(), set()
         self.in_parts = set()  # those inside of recomputed parts that are no changed modules
         self.in_front = _find_leading_frozen(modules.values())
-        for module in modules.values():  # a part before the modules in it
+        for name, module in modules.items():  # a part before the modules in it
             if isinstance(module, (CheckpointedPart, CheckpointedLevels)):
                 if id(module) not in self.recomputed and id(module) not in self.checkpointed:
                     self.recomputed.update(map(id, module.modules()))
-                    self._watch_part(module)
+                    self._watch_part(module, counts=parts is None or name in parts)
             elif isinstance(module, Checkpointed):
                 self.checkpointed.update(map(id, module.modules()))
         for name in names:
@@ -152,8 +168,8 @@ class _Watch:
             if isinstance(module, LeanModule):
                 self._prepare(module)
 
-    def _watch_part(self, part):
-        """Make a recomputed part count what it saves: its inputs now, and otherwise what its own code saves.
+    def _watch_part(self, part, counts):
+        """Make a recomputed part count what it saves, if it ``counts``: its inputs now, otherwise what its code saves.
 
         The own code of a changed module counts as its kind does. Any other part runs here once more for that, and
         counts for the changed modules inside of it.
@@ -162,6 +178,8 @@ class _Watch:
         if not lean:
             give_parts_back(part)
             self.in_parts.update(map(id, part.modules()))
+        if not counts:
+            return
 
         def note(args, kwargs, out):
             if any(outer is not part for outer in self.around):

@@ -12,10 +12,13 @@ import torch
 from mmengine.logging import MessageHub
 from mmengine.model.utils import _BatchNormXd
 from mmengine.optim import OptimWrapperDict
+from mmengine.runner import activation_checkpointing
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..adapters.predicate import is_hooked_globally
+from ..checkpointing import Checkpointed
+from ..surgery import mix_in
 
 __all__ = [
     'CannotCopy',
@@ -76,6 +79,9 @@ def hookless_copy(model: nn.Module) -> nn.Module:
         vars(module).pop('_compiled_call_impl', None)
         for key in [key for key, value in vars(module).items() if _is_compiled(value)]:
             delattr(module, key)  # such as mmengine's `train_step`: it would run the original
+        if _is_checkpointed_by_mmengine(vars(module).get('forward')):  # its function would run the original
+            del module.forward
+            mix_in(module, Checkpointed)
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _BatchNormXd
     return copied
@@ -86,11 +92,17 @@ def _check_forward(name, module):
     forward = vars(module).get('forward')
     if forward is None or inspect.ismethod(forward) or _is_compiled(forward):
         return
-    if isinstance(forward, functools.partial):
+    if isinstance(forward, functools.partial) or _is_checkpointed_by_mmengine(forward):
         return
     raise CannotCopy(
         f'the forward pass of {name or "the model"} was replaced by a function of the instance; define it in its class'
     )
+
+
+def _is_checkpointed_by_mmengine(forward):
+    """Return whether a forward is the function that ``activation_checkpointing`` of a config puts there."""
+    ours = getattr(forward, '__globals__', None) is vars(activation_checkpointing)
+    return ours and inspect.ismethod(getattr(forward, '__wrapped__', None))
 
 
 def _is_compiled(forward):
@@ -100,7 +112,8 @@ def _is_compiled(forward):
 class NoUpdate:
     """Replacement for an optimizer wrapper, or for several, in a step that does not update parameters.
 
-    It has those methods of mmengine's ``OptimWrapper`` and ``OptimWrapperDict`` that a ``train_step`` calls.
+    It has those methods of mmengine's ``OptimWrapper`` and ``OptimWrapperDict`` with which a ``train_step`` updates.
+    All that it may read otherwise, such as learning rates, is the wrapper's.
 
     Args:
         wrapper (OptimWrapper): The optimizer wrapper, whose ``optim_context`` the forward pass runs in.
@@ -108,7 +121,7 @@ class NoUpdate:
     """
 
     def __init__(self, wrapper, backward: bool = False):
-        self.optim_context, self._backward = wrapper.optim_context, backward
+        self._wrapper, self._backward = wrapper, backward
         several = isinstance(wrapper, OptimWrapperDict)
         self._each = {name: NoUpdate(one, backward) for name, one in wrapper.items()} if several else {}
         self.keys, self.values, self.items = self._each.keys, self._each.values, self._each.items
@@ -121,6 +134,26 @@ class NoUpdate:
 
     def __len__(self) -> int:
         return len(self._each)
+
+    def __getattr__(self, name: str):
+        if name.startswith('__') or name == '_wrapper':  # those that Python looks for, and before this one is made
+            raise AttributeError(name)
+        return getattr(self._wrapper, name)
+
+    @property
+    def optimizer(self) -> '_NoStep':
+        """The optimizer, which updates nothing."""
+        return _NoStep(self._wrapper.optimizer)
+
+    @property
+    def optim_wrappers(self) -> dict[str, 'NoUpdate']:
+        """Replacements for several wrappers, by their names."""
+        return self._each
+
+    @property
+    def param_groups(self) -> list[dict] | dict[str, list[dict]]:
+        """Copies of the groups of the optimizer, or of each one by name: a step may write a learning rate into them."""
+        return {name: one.param_groups for name, one in self.items()} or self.optimizer.param_groups
 
     def update_params(self, loss: Tensor, *args, **kwargs) -> None:
         """Run the backward pass if ``backward`` is true, and update nothing."""
@@ -144,6 +177,28 @@ class NoUpdate:
 
     def zero_grad(self, **kwargs) -> None:
         """Keep the gradients: the caller of the step restores them."""
+
+
+class _NoStep:
+    """Replacement for an optimizer, see :class:`NoUpdate`."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        if name.startswith('__') or name == '_optimizer':
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    @property
+    def param_groups(self):
+        return [dict(group) for group in self._optimizer.param_groups]
+
+    def step(self, *args, **kwargs):
+        pass
+
+    def zero_grad(self, *args, **kwargs):
+        pass
 
 
 @contextlib.contextmanager

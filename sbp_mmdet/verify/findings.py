@@ -43,7 +43,8 @@ class Findings:
     Attributes:
         kinds (list[Kind]): All kinds of changed modules that ran. Default: empty.
         failed (dict[str, str]): Reason why a module has to run its own code, by its name. Default: empty.
-        skipped (str | None): Why the pass did not run to its end. If ``None``, it did. Default: None.
+        skipped (str | None): Why the pass ended before all changed modules ran. If ``None``, it did not. Default: None.
+        missed (list[str]): Names of the changed modules that had not run then. Default: empty.
         autocast (bool): Whether autocast was enabled. Default: False.
         synced (bool): Whether norms were compared without the statistics of other processes. Default: False.
         silent (list[str]): Names of changed modules that did not run. Default: empty.
@@ -56,6 +57,7 @@ class Findings:
     kinds: list = dataclasses.field(default_factory=list)
     failed: dict = dataclasses.field(default_factory=dict)
     skipped: str | None = None
+    missed: list = dataclasses.field(default_factory=list)
     autocast: bool = False
     synced: bool = False
     silent: list = dataclasses.field(default_factory=list)
@@ -75,7 +77,7 @@ class Findings:
         return {key: sum(kind.bytes[key] for kind in kinds) for key in ('now', 'before', 'with_cp')}
 
     def __str__(self):
-        if self.skipped:
+        if self.skipped and not self.kinds:
             return f'not verified: {self.skipped}'
         kinds = [kind for kind in self.compared if not kind.disagrees]
         names = {name for kind in kinds for name in kind.modules}
@@ -92,6 +94,8 @@ class Findings:
             text += (
                 f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
             )
+        if self.skipped:
+            text += f'; {len(self.missed)} modules were not compared, such as {self.missed[0]}: {self.skipped}'
         if self.own_code:
             text += f'; changed modules that only recompute their own code: {len(self.own_code)}'
         if self.synced:

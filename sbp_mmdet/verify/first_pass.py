@@ -20,7 +20,15 @@ from ..surgery import Mixin, mix_in, mix_out, refuse_tracing
 from .checks import verify_modules
 from .findings import Findings
 
-__all__ = ['FirstPass', 'conclude', 'verification_off', 'verify_at_first_pass', 'verify_changed', 'warn_of_own_code']
+__all__ = [
+    'FirstPass',
+    'conclude',
+    'verification_off',
+    'verify_at_first_pass',
+    'verify_changed',
+    'verify_not_at_first_pass',
+    'warn_of_own_code',
+]
 
 _off = 0  # number of open `verification_off` contexts
 
@@ -67,10 +75,20 @@ def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
         settings (Settings): Settings of the model.
         report (Report): Report of the changed modules.
     """
-    mix_out(model, FirstPass)
+    verify_not_at_first_pass(model)
     if settings.verify and settings.preset.form is not None and report.changed:
         mix_in(model, FirstPass)
         vars(model)['_verification'] = settings, report
+
+
+def verify_not_at_first_pass(model: nn.Module) -> None:
+    """Undo :func:`verify_at_first_pass`.
+
+    Args:
+        model (nn.Module): The model.
+    """
+    mix_out(model, FirstPass)
+    vars(model).pop('_verification', None)
 
 
 def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[nn.Module], None]) -> Findings:
@@ -87,15 +105,18 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
     """
     lean = _lean_modules(model, report)
     names = [name for name, module in lean.items() if module._lean.bound.reason is None]
-    findings = verify_modules(model, names, run, every=settings.verify == 'all')
+    findings = verify_modules(model, names, run, every=settings.verify == 'all', parts=report.changed)
     findings.frozen = [name for name in names if name in report.frozen]
     findings.own_code = [name for name in report.changed if name not in lean]
     return findings
 
 
 def _lean_modules(model, report):
-    """Return the modules of a report, frozen ones included, that have adapters."""
-    known = report.changed.keys() | report.left.keys()
+    """Return the modules of a report, frozen ones included, that have adapters.
+
+    Others that it left unchanged may have them too: those that another hook changes.
+    """
+    known = {*report.changed, *report.frozen}
     return {name: m for name, m in model.named_modules() if name in known and isinstance(m, LeanModule)}
 
 
@@ -123,7 +144,9 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
     for name in report.changed:
         module = model.get_submodule(name)
         if isinstance(module, (CheckpointedPart, CheckpointedLevels)) and not is_known_inside(module):
-            reasons.setdefault(name, 'a module inside of it has hooks, which would run twice')
+            replaced = any('forward' in vars(inner) for inner in module.modules())
+            what = 'another forward pass' if replaced else 'hooks, which would run twice'
+            reasons.setdefault(name, f'a module inside of it has {what}')
     if reasons:
         name, reason = next(iter(reasons.items()))
         since = 'they have hooks' if all('has hooks' in one for one in reasons.values()) else 'they were changed since'
