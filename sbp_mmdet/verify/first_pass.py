@@ -106,7 +106,8 @@ def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[
     lean = _lean_modules(model, report)
     names = [name for name, module in lean.items() if module._lean.bound.reason is None]
     findings = verify_modules(model, names, run, every=settings.verify == 'all', parts=report.changed)
-    findings.frozen = [name for name in names if name in report.frozen]
+    frozen = {*report.frozen}
+    findings.frozen = [name for name in names if name in frozen]
     findings.own_code = [name for name in report.changed if name not in lean]
     return findings
 
