@@ -91,7 +91,7 @@ class BypassedModules:
         try:
             if settings(root.__dict__) != values:
                 return False
-        except KeyError:
+        except _DIFFERS:
             return False
         if any(GLOBAL_HOOKS) != self._hooked_globally:
             return False
@@ -156,7 +156,7 @@ class _State(NamedTuple):
             for i, dtype in self.views:
                 if owns[i]['weight'].dtype is not dtype:
                     return False
-        except KeyError:  # another attribute stands in the place of one that was deleted
+        except _DIFFERS:
             return False
         kinds = [*map(type, modules)]
         if kinds != self.kinds and [*map(foreign_classes, kinds)] != [*map(foreign_classes, self.kinds)]:
@@ -164,8 +164,12 @@ class _State(NamedTuple):
         return _parameters(owns) == (self.numbers, self.parameters, self.dtypes)
 
 
+# Errors of a comparison of settings: another attribute stands in the place of one that was deleted, or a tensor or array
+# in the place of a number, whose comparison has no truth value.
+_DIFFERS = (KeyError, RuntimeError, TypeError, ValueError)
 _get_children, _get_parameters = operator.attrgetter('_modules'), operator.itemgetter('_parameters')
 _values = operator.methodcaller('values')
+_LEVELS = 8  # of collections inside of each other that are compared, since one may contain itself
 
 
 def _dtypes_of_weights(module):
@@ -212,11 +216,11 @@ def _settings(module):
     return operator.itemgetter(*names), tuple(values)
 
 
-def _is_setting(value):
+def _is_setting(value, levels=_LEVELS):
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
-        return PLAIN.issuperset(map(type, value)) or all(map(_is_setting, value))
+        return PLAIN.issuperset(map(type, value)) or (levels and all([_is_setting(x, levels - 1) for x in value]))
     return isinstance(value, _VALUES)
 
 

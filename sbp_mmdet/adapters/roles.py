@@ -145,7 +145,7 @@ def _check_pool_and_layer(sequence):
 
 
 def _check_same_size(conv):
-    if wrong := _check_zero_padding(conv):
+    if wrong := _check_zero_padding(conv) or _check_pairs(conv, 'kernel_size'):
         return wrong
     sizes = zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
     same = conv.stride == (1, 1) and all(2 * padding == dilation * (size - 1) for padding, dilation, size in sizes)
