@@ -166,7 +166,9 @@ class _Inside(NamedTuple):
         kinds (list[type]): Their classes.
         inside (list[dict]): Their children.
         children (dict): Children of the outermost module.
-        code (dict[int, LibraryCode]): The code of their classes by its id.
+        lengths (list[int]): Their numbers of attributes, and last that of the outermost module. One more may hide a
+            function of the class.
+        code (dict[int, LibraryCode]): The code of all classes by its id.
         functions (FunctionSnapshot | None): All functions of that code.
     """
 
@@ -174,6 +176,7 @@ class _Inside(NamedTuple):
     kinds: Sequence[type] = ()
     inside: Sequence[dict] = ()
     children: dict | None = None
+    lengths: Sequence[int] = ()
     code: dict | None = None
     functions: FunctionSnapshot | None = None
 
@@ -193,14 +196,14 @@ class _Inside(NamedTuple):
         owns = [*map(vars, self.modules)]
         if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:
             return False
-        return not _any_touched(self.modules, owns)
+        return [*map(len, owns), len(vars(root))] == self.lengths and not _any_touched(self.modules, owns)
 
 
 def _is_known_inside(root: nn.Module) -> bool:
     """Return whether all modules inside of a module are of known libraries and run nothing else.
 
     Args:
-        root (nn.Module): The module; its own class and hooks are not looked at.
+        root (nn.Module): The module. Its own hooks, and a forward that was set on it, are not looked at.
     """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
@@ -211,16 +214,23 @@ def _is_known_inside(root: nn.Module) -> bool:
         kinds = {*map(stock_class, {*map(type, inside)})}
         if not all([_is_recomputable(kind) for kind in kinds]) or _any_touched(inside, map(vars, inside)):
             return False
-        code = {id(code): code for code in map(library_code, kinds)}
-        if any([one.replaced for one in code.values()]):
+        code = {id(code): code for code in map(library_code, {*kinds, stock_class(type(root))})}
+        if any([one.replaced for one in code.values()]) or any(map(_hides_code, inside)) or _hides_code(root, True):
             return False
-        children = [dict(m._modules) for m in inside]
+        children, lengths = [dict(m._modules) for m in inside], [len(vars(m)) for m in (*inside, root)]
         functions = FunctionSnapshot({place: None for one in code.values() for place in one.places})
-        root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
+        root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), lengths, code, functions)
     return True
 
 
 is_known_inside = uncompiled(_is_known_inside)
+
+
+def _hides_code(module, but_forward=False):
+    """Return whether an attribute of the instance hides a function that the forward pass of its class calls."""
+    own, kind = vars(module), stock_class(type(module))
+    names = (name for owner, name, _ in library_code(kind).places if owner is kind and name in own)
+    return any([callable(own[name]) and not (but_forward and name == 'forward') for name in names])
 
 
 def _any_touched(modules, owns):
