@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .library_code import FunctionSnapshot, library_code, replaced_code
+from .mixed_classes import mixed_classes, names_set_on
 from .ops.common.modes import evaluates_lean
 from .ops.common.shared_maps import Scope, open_scope
 from .ops.common.uncompiled import uncompiled
@@ -166,7 +167,10 @@ class _Inside(NamedTuple):
         kinds (list[type]): Their classes.
         inside (list[dict]): Their children.
         children (dict): Children of the outermost module.
-        code (dict[int, LibraryCode]): The code of their classes by its id.
+        mixed (list[type]): The classes of all modules that this package made.
+        lengths (list[int]): Numbers of attributes of the modules, of the outermost one and of ``mixed``. One more may
+            hide a function.
+        code (dict[int, LibraryCode]): The code of all classes by its id.
         functions (FunctionSnapshot | None): All functions of that code.
     """
 
@@ -174,6 +178,8 @@ class _Inside(NamedTuple):
     kinds: Sequence[type] = ()
     inside: Sequence[dict] = ()
     children: dict | None = None
+    mixed: Sequence[type] = ()
+    lengths: Sequence[int] = ()
     code: dict | None = None
     functions: FunctionSnapshot | None = None
 
@@ -193,14 +199,15 @@ class _Inside(NamedTuple):
         owns = [*map(vars, self.modules)]
         if [*map(type, self.modules)] != self.kinds or [own['_modules'] for own in owns] != self.inside:
             return False
-        return not _any_touched(self.modules, owns)
+        lengths = [*map(len, (*owns, vars(root))), *map(len, map(vars, self.mixed))]
+        return lengths == self.lengths and not _any_touched(self.modules, owns)
 
 
 def _is_known_inside(root: nn.Module) -> bool:
     """Return whether all modules inside of a module are of known libraries and run nothing else.
 
     Args:
-        root (nn.Module): The module; its own class and hooks are not looked at.
+        root (nn.Module): The module. Its own hooks, and a forward that was set on it, are not looked at.
     """
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
@@ -211,16 +218,29 @@ def _is_known_inside(root: nn.Module) -> bool:
         kinds = {*map(stock_class, {*map(type, inside)})}
         if not all([_is_recomputable(kind) for kind in kinds]) or _any_touched(inside, map(vars, inside)):
             return False
-        code = {id(code): code for code in map(library_code, kinds)}
-        if any([one.replaced for one in code.values()]):
+        code = {id(code): code for code in map(library_code, {*kinds, stock_class(type(root))})}
+        if any([one.replaced for one in code.values()]) or any(map(_hides_code, inside)) or _hides_code(root, True):
             return False
-        children = [dict(m._modules) for m in inside]
-        functions = FunctionSnapshot({place: None for one in code.values() for place in one.places})
-        root._inside = _Inside(inside, [*map(type, inside)], children, dict(root._modules), code, functions)
+        children, places = [dict(m._modules) for m in inside], (place for one in code.values() for place in one.places)
+        mixed = [*{mixed for kind in {*map(type, (root, *inside))} for mixed in mixed_classes(kind)}]
+        lengths = [len(vars(one)) for one in (*inside, root, *mixed)]
+        functions = FunctionSnapshot(dict.fromkeys(places))
+        kept = inside, [*map(type, inside)], children, dict(root._modules), mixed, lengths, code, functions
+        root._inside = _Inside(*kept)
     return True
 
 
 is_known_inside = uncompiled(_is_known_inside)
+
+
+def _hides_code(module, but_forward=False):
+    """Return whether an attribute of an instance or its changed class hides a function that its forward pass calls."""
+    own, kind = vars(module), stock_class(type(module))
+    on_class = names_set_on(type(module))
+    names = {name for owner, name, _ in library_code(kind).places if owner is kind}
+    if but_forward:
+        names.discard('forward')
+    return not names.isdisjoint(on_class) or any([callable(own[name]) for name in names & own.keys()])
 
 
 def _any_touched(modules, owns):

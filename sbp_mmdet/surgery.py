@@ -19,6 +19,7 @@ except ImportError:  # torch 2.5 and older
     FSDPModule = None
 
 __all__ = [
+    'MADE_OF',
     'Mixin',
     'ModelHook',
     'detectors',
@@ -71,7 +72,7 @@ class Mixin:
 
 
 # Class that was made at run time -> the mixin and the class that it was made of.
-_MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
+MADE_OF: dict[type, tuple[type[Mixin], type]] = {}
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def _mixed_class(mixin, kind):
     """
     bases = [base for base in kind.__bases__ if issubclass(base, nn.Module)]
     mixed = type(kind.__name__, (mixin, kind, *bases), {'__module__': kind.__module__})
-    _MADE_OF[mixed] = mixin, kind
+    MADE_OF[mixed] = mixin, kind
     return mixed
 
 
@@ -93,14 +94,14 @@ def _decompose(kind):
     ``torch.nn.utils.parametrize`` and FSDP derive a class from that of the module, whatever was mixed into it.
     """
     fronts, derived = [], []
-    while kind not in _MADE_OF:
+    while kind not in MADE_OF:
         base = next((base for base in kind.__bases__ if issubclass(base, Mixin) and issubclass(base, nn.Module)), None)
         if base is None:
             return kind, fronts, derived
         derived.append(kind)
         kind = base
-    while kind in _MADE_OF:
-        front, kind = _MADE_OF[kind]
+    while kind in MADE_OF:
+        front, kind = MADE_OF[kind]
         fronts.append(front)
     return kind, fronts, derived
 

@@ -1,7 +1,8 @@
 """Every attribute of a bypassed module that decides what its own code computes is seen, also if it changes later.
 
-Each number, flag, name and tuple of each class of modules in small models is changed after ``apply_lean``. Where the
-plain model still runs, the lean one has to give its outputs and gradients in fp64.
+Each number, flag, name and tuple of each class of modules in small models is changed after ``apply_lean``, to another
+value or to a tensor or list. Where the plain model still runs, the lean one has to give its outputs and gradients in
+fp64.
 """
 
 import copy
@@ -122,17 +123,18 @@ DRAWN = {('BiMultiHeadAttention', 'dropout')}
 
 
 def other_values(value):
-    """Return values of the same kind, or none for what is no setting."""
+    """Return other values, and the same in another form that torch takes too; none for what is no setting."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
         return [value + 1]
     if isinstance(value, float):
-        return [value / 2 + 0.1]
+        other = torch.tensor(value / 2 + 0.1, dtype=torch.float64)
+        return [other.item(), other, other * torch.tensor([[[1.0]], [[2.0]]])]  # one for each of two heads
     if value == 'zeros':
         return ['reflect']
     if isinstance(value, tuple) and value and all(type(number) is int for number in value):
-        return [tuple(number + 1 for number in value)]
+        return [tuple(number + 1 for number in value), [*value], value[0]]
     return []
 
 

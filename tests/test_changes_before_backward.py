@@ -9,6 +9,7 @@ from conv_models import BACKBONES, build_module, randomize_norms
 from test_adapters_transformer import LAYERS, randomize
 from test_chunked_heads import HEADS, random_maps
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from unusual_models import MODELS, random_images
 
@@ -169,6 +170,17 @@ def tensors_instead_of_parameters(model):
     return collect(dict(model.named_parameters()))
 
 
+def other_names_of_parameters(model):
+    """Pruning renames a weight to `weight_orig`, and the module gets the product with a mask as an attribute."""
+    loss = run_model(model)
+    for module in [m for m in model.modules() if 'weight' in m._parameters and m.weight is not None]:
+        prune.l1_unstructured(module, 'weight', 0.5)
+    names = [name for name, _ in model.named_parameters()]
+    loss.backward()
+    assert [name for name, _ in model.named_parameters()] == names
+    return collect(dict(model.named_parameters()))
+
+
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
@@ -190,7 +202,7 @@ def _checkpoints_run_hooks():
 
 
 STEPS = [functional_call, other_parameters, evaluation_mode, frozen, hooks, settings, hooks_on_parameters]
-STEPS += [tensors_instead_of_parameters]
+STEPS += [tensors_instead_of_parameters, other_names_of_parameters]
 
 
 @pytest.mark.parametrize('run', STEPS, ids=lambda run: run.__name__)

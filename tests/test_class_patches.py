@@ -11,13 +11,23 @@ from conv_models import randomize_norms
 from mmcv.cnn.bricks import transformer
 from mmcv.ops import multi_scale_deform_attn
 from mmdet.models.backbones import resnet, swin
-from mmdet.models.dense_heads import RPNHead
-from mmdet.models.necks import FPN
+from mmdet.models.dense_heads import RetinaHead, RPNHead
+from mmdet.models.layers import CSPLayer, ResLayer
+from mmdet.models.layers.csp_layer import DarknetBottleneck
+from mmdet.models.necks import FPN, PAFPN
 from mmdet.models.task_modules.assigners import BboxOverlaps2D, SimOTAAssigner
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
 from torch import nn
-from unusual_models import CALLS, MODELS, assert_same, find_lean_modules, random_images
+from unusual_models import (
+    CALLS,
+    MODELS,
+    assert_same,
+    assert_same_step,
+    find_lean_modules,
+    random_images,
+    run_step,
+)
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import ADAPTERS, LeanModule
@@ -25,6 +35,7 @@ from sbp_mmdet.adapters.roles import ROLES
 from sbp_mmdet.chunked_targets.assigners import assigners_in_chunks
 from sbp_mmdet.library_code import replaced_code
 from sbp_mmdet.models import vit
+from sbp_mmdet.surgery import stock_class
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +173,100 @@ def test_patched_between_steps_and_back(patch, monkeypatch):
     now = [set(lean.get_submodule(name)._lean.bound.bindings) for name in find_lean_modules(lean)]
     assert sum(map(len, now)) >= sum(map(len, bindings))
     assert ran and not any(module._lean.bound.reason for module in ran)
+
+
+def named_alike(function):
+    """Return a function that doubles the original one, which is one of this package in a changed class."""
+
+    def patched(*args, **kwargs):
+        CALLS.append('patched')
+        out = function(*args, **kwargs)
+        return tuple(1.25 * o for o in out) if isinstance(out, tuple) else 1.25 * out
+
+    return patched
+
+
+# Class, function and a model that has changed modules only of this class.
+LIVE = {
+    'bottleneck': (resnet.Bottleneck, 'forward', 'ResNet'),
+    'property of a bottleneck': (resnet.Bottleneck, 'norm2', 'ResNet'),
+    'layer of bottlenecks': (ResLayer, 'forward', 'ResNet'),
+    'CSP layer': (CSPLayer, 'forward', 'CSP layer'),
+    'block of a CSP layer': (DarknetBottleneck, 'forward', 'CSP layer'),
+    'Swin block': (swin.SwinBlock, 'forward', 'Swin'),
+    'helper of a ViT block': (vit.ViTBlock, 'attend', 'ViT'),
+    'pyramid': (FPN, 'forward', 'pyramid'),
+    'FFN': (transformer.FFN, 'forward', 'FFN'),
+}
+
+
+@pytest.mark.parametrize('preset', ['exact', 'exact_min'])
+@pytest.mark.parametrize('name', LIVE)
+def test_patched_by_the_class_of_a_live_module(name, preset, monkeypatch):
+    """``type(model.layer1[0]).forward = mine`` patches a class that this package made."""
+    (kind, function, family), steps = LIVE[name], []
+    lean = FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    apply_lean(lean, preset, verify=False)
+    assert_same(lean, plain, random_images())
+    for model in (lean, plain):
+        (owner,) = {type(m) for m in model.modules() if stock_class(type(m)) is kind}
+        change = soft if 'property' in name else named_alike
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, function, change(getattr(owner, function)), raising=False)
+            steps.append(run_step(model, random_images()))
+    assert_same_step(*steps)
+    assert 'property' in name or 'patched' in steps[0][2]
+    assert_same(lean, plain, random_images())
+
+
+class Detector(nn.Module):
+    """A neck and a head that ``exact_min`` recomputes."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, 4, 3, 4)
+        self.neck, self.bbox_head = PAFPN([4, 4], 4, 2), RetinaHead(2, 4, stacked_convs=1, feat_channels=4)
+
+    def forward(self, x):
+        x = self.backbone(x)
+        return [out for outs in self.bbox_head(self.neck((x, F.avg_pool2d(x, 2)))) for out in outs]
+
+
+# What a user replaces in parts that are recomputed, and the model that has them.
+RECOMPUTED = {
+    'neck': (PAFPN, 'forward', 'detector'),
+    'function of a head': (RetinaHead, 'forward_single', 'detector'),
+    'function in a head': (nn.Conv2d, '_conv_forward', 'detector'),
+    'block': (swin.SwinBlock, 'forward', 'Swin'),
+    'function in a block': (swin.ShiftWindowMSA, 'window_partition', 'Swin'),
+    'function of a block': (vit.ViTBlock, 'attend', 'ViT'),
+}
+
+
+@pytest.mark.parametrize('of', ['class', 'instance'])
+@pytest.mark.parametrize('name', RECOMPUTED)
+def test_code_of_recomputed_parts_runs_once(name, of, monkeypatch):
+    """Parts that were recomputed until then are not, when their own code or that inside of them is replaced."""
+    kind, function, family = RECOMPUTED[name]
+
+    def recorded(run):
+        return lambda *args, **kwargs: CALLS.append(function) or run(*args, **kwargs)
+
+    torch.manual_seed(0)
+    lean = randomize_norms(Detector()) if family == 'detector' else FAMILIES[family]()
+    plain = copy.deepcopy(lean)
+    apply_lean(lean, 'exact_min', verify=False)
+    for model in (lean, plain):
+        run_step(model, random_images())
+    if of == 'class':
+        monkeypatch.setattr(kind, function, recorded(getattr(kind, function)))
+    else:
+        found = [m for m in [*lean.modules(), *plain.modules()] if stock_class(type(m)) is kind]
+        for owner in found if of == 'instance' else {*map(type, found)}:
+            monkeypatch.setattr(owner, function, recorded(getattr(owner, function)), raising=False)
+    assert_same(lean, plain, random_images())
+    assert function in CALLS
 
 
 def known_classes():

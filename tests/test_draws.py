@@ -1,6 +1,7 @@
 """Masks follow from seed, rank, iteration and pass, are drawn once in a pass, and each layer gets its own."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -206,6 +207,28 @@ def test_cuda_graphs_of_draws_are_refused(preset, options, refused, monkeypatch)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
     with pytest.raises(RuntimeError, match='CUDA graph') if refused else contextlib.nullcontext():
         model(torch.randn(2, 3, 64, 64))
+
+
+def test_two_threads_that_call_a_backbone_at_once():
+    """Each has a pass of its own: that of one thread ends while the other is between two stages."""
+    model = build('SBPConvNeXt', RANDOM | dict(verify=False))
+    first, second = random_images(1, 64, 64), random_images(2, 96, 96)
+    begun, both = threading.Event(), threading.Event()
+    other = threading.Thread(target=model, args=(first,))
+
+    def meet(module, args):
+        if len(args[0]) == len(first):
+            begun.set()
+            both.wait(60)
+        else:
+            both.set()
+            other.join()
+
+    model.stages[1][0].register_forward_pre_hook(meet)
+    other.start()
+    assert begun.wait(60)
+    compute_gradients(model, second)
+    assert get_kept_masks(model, second)[0, 0].shape == (24, 24)
 
 
 def find_dropped_images(model, number=1024):

@@ -112,6 +112,17 @@ def set_attributes(**values):
     return change
 
 
+def geometry_of(kind):
+    """Return a function that sets the pairs of a convolution as numbers or lists, which its forward takes too."""
+
+    def change(conv):
+        for name in ('stride', 'padding', 'dilation'):
+            pair = getattr(conv, name)
+            setattr(conv, name, pair[0] if kind is int else kind(pair))
+
+    return change
+
+
 def doubled_weight(module):
     module.weight = DoubledWeight(module.weight.detach())
 
@@ -361,6 +372,9 @@ BEFORE = {
         apply_to('layer1.1.conv2', set_attributes(padding='same')),
         'layer1.1.conv2',
     ),
+    'numbers as settings': ('ResNet', apply_to('layer2.1.conv2', geometry_of(int)), 'layer2.1.conv2'),
+    'lists as settings': ('Swin', apply_to('patch_embed.projection', geometry_of(list)), 'patch_embed.projection'),
+    'lists as settings of a pyramid': ('FPN', apply_to('neck.fpn_convs.1.conv', geometry_of(list)), 'neck.fpn_convs.1'),
     'bias that goes': ('ConvNeXt', apply_to('stages.1.0.pointwise_conv1', without_bias), 'stages.1.0'),
     'CSP layer without attention': ('CSP layer', apply_to('1', set_attributes(channel_attention=False)), ''),
     'CSP block without shortcut': ('CSP layer', apply_to('1.blocks.0', set_attributes(add_identity=False)), ''),

@@ -13,6 +13,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from ..library_code import FunctionSnapshot, library_code
+from ..mixed_classes import mixed_classes, names_set_on
 from ..ops.common.shared_maps import unchanged_code
 from ..surgery import foreign_classes, stock_class
 from .inputs import precisions_of_products
@@ -51,6 +52,7 @@ class BypassedModules:
         self._own_dtypes, self._warned = _dtypes_of_weights(root), False
         self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
+        self._patches, self._mixed = self._count_patches(root), None
         kinds = {stock_class(type(module)) for module in (root, *self.modules)}
         self._code = [(id(code), code) for code in map(library_code, kinds)]
         self._functions = FunctionSnapshot({place: None for _, code in self._code for place in code.places})
@@ -58,6 +60,14 @@ class BypassedModules:
     def __getstate__(self):
         # A copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew.
         return dict(modules=(), precisions=frozenset(), _kind=None, _root=None)
+
+    def _mixed_classes(self, root):
+        """Return the classes that this package made: those of changed modules, on which users may set methods."""
+        kinds = {*map(type, (root, *self.modules))}
+        return [*{mixed for kind in kinds for mixed in mixed_classes(kind)}]
+
+    def _count_patches(self, root):
+        return sum(len(names_set_on(kind)) for kind in {*map(type, (root, *self.modules))})
 
     def warn_of_input(self, name: str) -> None:
         """Log once that the module runs its own code for an input that :mod:`.inputs` or its adapter does not know.
@@ -85,15 +95,20 @@ class BypassedModules:
         if self._root is None or self._parents[0] is not root:  # a shallow copy may have other children
             return False
         kinds, length, settings, values = self._root
-        # A new attribute may hide a method of the class.
-        if length != len(root.__dict__) or (self._kind is not type(root) and kinds != foreign_classes(type(root))):
+        if length != len(root.__dict__):  # a new attribute may hide a method of the class
             return False
+        if self._kind is not type(root) or self._mixed is None:
+            if kinds != foreign_classes(type(root)) or self._count_patches(root) != self._patches:
+                return False
+            mixed = self._mixed_classes(root)
+            self._sizes = [*map(len, map(vars, mixed))]
+            self._kind, self._mixed = type(root), mixed  # last: another thread may run the module
         try:
             if settings(root.__dict__) != values:
                 return False
-        except KeyError:
+        except _DIFFERS:
             return False
-        if any(GLOBAL_HOOKS) != self._hooked_globally:
+        if any(GLOBAL_HOOKS) != self._hooked_globally or [*map(len, map(vars, self._mixed))] != self._sizes:
             return False
         if self._own_dtypes and _dtypes_of_weights(root) != self._own_dtypes:
             return False
@@ -156,7 +171,7 @@ class _State(NamedTuple):
             for i, dtype in self.views:
                 if owns[i]['weight'].dtype is not dtype:
                     return False
-        except KeyError:  # another attribute stands in the place of one that was deleted
+        except _DIFFERS:
             return False
         kinds = [*map(type, modules)]
         if kinds != self.kinds and [*map(foreign_classes, kinds)] != [*map(foreign_classes, self.kinds)]:
@@ -164,8 +179,12 @@ class _State(NamedTuple):
         return _parameters(owns) == (self.numbers, self.parameters, self.dtypes)
 
 
+# Errors of a comparison of settings: another attribute stands in the place of one that was deleted, or in the place of
+# a number a tensor or array, whose comparison has no truth value.
+_DIFFERS = (KeyError, RuntimeError, TypeError, ValueError)
 _get_children, _get_parameters = operator.attrgetter('_modules'), operator.itemgetter('_parameters')
 _values = operator.methodcaller('values')
+_LEVELS = 8  # of collections inside of each other that are compared, since one may contain itself
 
 
 def _dtypes_of_weights(module):
@@ -212,11 +231,11 @@ def _settings(module):
     return operator.itemgetter(*names), tuple(values)
 
 
-def _is_setting(value):
+def _is_setting(value, levels=_LEVELS):
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
-        return PLAIN.issuperset(map(type, value)) or all(map(_is_setting, value))
+        return PLAIN.issuperset(map(type, value)) or (levels and all([_is_setting(x, levels - 1) for x in value]))
     return isinstance(value, _VALUES)
 
 

@@ -69,7 +69,8 @@ class LeanFPN(LeanModule):
         outputs = [*module.fpn_convs][: len(module.lateral_convs)]
         layers = [layer for layer in (*module.lateral_convs, *outputs) if isinstance(layer, ConvModule)]
         nearest = module.upsample_cfg == dict(mode='nearest') and module.add_extra_convs != 'on_lateral'
-        alike = len({_geometry(layer.conv) for layer in outputs if isinstance(layer, ConvModule)}) == 1
+        geometries = [_geometry(layer.conv) for layer in outputs if isinstance(layer, ConvModule)]
+        alike = bool(geometries) and all(geometry == geometries[0] for geometry in geometries)
         return nearest and alike and not any(layer.with_norm or layer.with_activation for layer in layers)
 
 

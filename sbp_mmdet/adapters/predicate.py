@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..library_code import check_code_once, replaced_code
+from ..mixed_classes import names_set_on
 from ..passes import has_hooks_of_others
 from ..surgery import stock_class
 from .copies import original_class, path_of
@@ -190,7 +191,7 @@ def find_interference(module: nn.Module, observers: tuple[str, ...] = ()) -> str
 
 
 def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
-    """Return whether an attribute of the instance hides a method of its class, for example ``forward``.
+    """Return whether an attribute of the instance or of its changed class hides a method, for example ``forward``.
 
     Args:
         module (nn.Module): The module.
@@ -200,7 +201,7 @@ def is_replaced(module: nn.Module, but: tuple[str, ...] = ()) -> bool:
     for name, value in vars(module).items():
         if callable(value) and name not in but and callable(getattr(kind, name, None)):
             return True
-    return False
+    return not names_set_on(kind).issubset(but)
 
 
 def fairscale_forward(module: nn.Module) -> Callable | None:

@@ -37,10 +37,19 @@ def any_setting(module: nn.Module) -> None:
     """Accept all settings of a module: a check that finds nothing."""
 
 
+def _check_pairs(conv, *names):
+    """Check settings that ``nn.Conv2d`` makes pairs. Its forward also takes the numbers and lists that users set."""
+    for name in names:
+        value = getattr(conv, name)
+        if type(value) is not tuple or [*map(type, value)] != [int, int]:
+            return f'its {name} is {value!r}, and a pair of numbers, such as (1, 1), is needed'
+    return None
+
+
 def _check_zero_padding(conv):
     if conv.padding_mode != 'zeros':
         return f'its padding_mode is {conv.padding_mode!r}, and only zero padding is supported'
-    return f'its padding is {conv.padding!r}, and numbers are needed' if isinstance(conv.padding, str) else None
+    return _check_pairs(conv, 'padding', 'stride', 'dilation')
 
 
 def _check_standardised(conv):
@@ -50,7 +59,9 @@ def _check_standardised(conv):
 
 
 def _check_no_other_padding(conv):
-    return None if conv.padding in (0, (0, 0)) else f'its padding is {conv.padding!r}, beside that by the input'
+    if conv.padding not in (0, (0, 0)):
+        return f'its padding is {conv.padding!r}, beside that by the input'
+    return _check_pairs(conv, 'kernel_size', 'stride', 'dilation')
 
 
 def _check_bias(module):
@@ -63,16 +74,14 @@ def _check_zero_padding_and_bias(conv):
 
 def _check_pointwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
-    return _check_zero_padding(conv) if geometry == ((1, 1), (1, 1), (0, 0), 1) else 'it is no 1x1 convolution'
+    known = geometry == ((1, 1), (1, 1), (0, 0), 1)
+    return _check_zero_padding(conv) or (None if known else 'it is no 1x1 convolution')
 
 
 def _check_patchwise(conv):
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups
-    return (
-        _check_zero_padding(conv)
-        if geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1)
-        else 'it is no 2x2 convolution of stride 2'
-    )
+    known = geometry == ((2, 2), (2, 2), (0, 0), (1, 1), 1)
+    return _check_zero_padding(conv) or (None if known else 'it is no 2x2 convolution of stride 2')
 
 
 def _check_channel_norm(norm):
@@ -136,7 +145,7 @@ def _check_pool_and_layer(sequence):
 
 
 def _check_same_size(conv):
-    if wrong := _check_zero_padding(conv):
+    if wrong := _check_zero_padding(conv) or _check_pairs(conv, 'kernel_size'):
         return wrong
     sizes = zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
     same = conv.stride == (1, 1) and all(2 * padding == dilation * (size - 1) for padding, dilation, size in sizes)

@@ -10,6 +10,7 @@ their draws; at its end all draws are discarded.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..ops.common.uncompiled import uncompiled
 from .masks import Positions, grid_positions, level_positions, mask_generator, positions, stage_masks, token_positions
+from .running_pass import RunningPass
 
 if TYPE_CHECKING:
     from ..presets import Settings
@@ -213,9 +215,7 @@ class StepDraws:
     """
 
     def __init__(self, stages: ThinnedStages):
-        self.stages = stages
-        self._open = None  # the pass that is running
-        self._again = False  # whether a layer is recomputed within a pass that has ended
+        self.stages, self._running = stages, RunningPass()
         self._latest = None  # iteration, number and image sizes of the latest pass
         self._purpose = f'of {stages.name}' if stages.name else ''
 
@@ -237,18 +237,13 @@ class StepDraws:
         """
         shapes = [x.shape for x in tree_flatten(inputs)[0] if isinstance(x, Tensor)]
         sizes = [*dict.fromkeys(tuple(shape[-2:]) for shape in shapes if len(shape) == 4)]
-        self._latest = (*next_pass(self._latest), sizes)
-        with self.latest_pass():
+        self._latest = this = (*next_pass(self._latest), sizes)
+        with self._running.within(_Pass(*this, {})):
             yield
 
-    @contextlib.contextmanager
-    def latest_pass(self) -> Iterator[None]:
+    def latest_pass(self) -> AbstractContextManager:
         """Open the latest pass again within the context, to inspect it: its draws are drawn again."""
-        outer, self._open = self._open, _Pass(*self._latest, {})
-        try:
-            yield
-        finally:
-            self._open = outer
+        return self._running.within(_Pass(*self._latest, {}))
 
     def in_this_pass(self, run: Callable) -> Callable:
         """Bind a function to the pass that is running, so that later calls use the draws of this pass.
@@ -259,14 +254,11 @@ class StepDraws:
         Returns:
             Callable: The bound function.
         """
-        this = self._open
+        this = self._running.now
 
         def run_within(*args, **kwargs):
-            outer, self._open, self._again = (self._open, self._again), this, True
-            try:
+            with self._running.within(this, again=True):
                 return run(*args, **kwargs)
-            finally:
-                self._open, self._again = outer
 
         return run_within
 
@@ -293,9 +285,9 @@ class StepDraws:
         ratio, stage = ratios[layer], layer[0]
         device = self.stages.device(layer)
         size = self._size(layer, length, class_tokens)
-        drawn = self._open.once((ratio, device, size), lambda: self._masks(ratio, ratios, size, device))[stage]
+        drawn = self._running.now.once((ratio, device, size), lambda: self._masks(ratio, ratios, size, device))[stage]
         before = length - len(drawn.keep) - len(drawn.drop)
-        return self._open.once((ratio, device, size, stage, before), lambda: token_positions(drawn, before))
+        return self._running.now.once((ratio, device, size, stage, before), lambda: token_positions(drawn, before))
 
     @uncompiled
     def heads(self, layer: tuple) -> Tensor | None:
@@ -311,7 +303,7 @@ class StepDraws:
         if layer not in ratios:
             return None
         self._refuse_outside(layer, 'attention heads')
-        return self._open.once('heads', lambda: self._heads(ratios))[layer]
+        return self._running.now.once('heads', lambda: self._heads(ratios))[layer]
 
     @uncompiled
     def images(self, branch: tuple, number: int) -> Tensor | None:
@@ -330,26 +322,26 @@ class StepDraws:
         if branch not in rates or self._latest is None:
             return None
         self._refuse_replay(branch)  # also after the end of the pass, in which the first run drew other images
-        if self._open is None:
+        if self._running.now is None:
             return None
-        drawn = self._open.once('images', lambda: self._images(rates, number))[branch]
+        drawn = self._running.now.once('images', lambda: self._images(rates, number))[branch]
         return drawn if len(drawn) == number else None
 
     def _of_pass(self, key, find):
-        return self._open.once(key, find) if self._open else find()
+        return self._running.now.once(key, find) if self._running.now else find()
 
     def _size(self, layer, length, class_tokens):
         """Return the first size of this pass for which the layer's map has ``length`` positions."""
-        for size in self._open.sizes:
+        for size in self._running.now.sizes:
             height, width = self.stages.sizes(*size, layer[0])[-1]
             if height * width == length or (class_tokens and height * width < length):
                 return size
-        if not self._open.sizes:
+        if not self._running.now.sizes:
             raise ValueError(
                 f'layer {layer} is thinned, but the size of the images is unknown, because the backbone got no tensor '
                 '(N, C, H, W); pass the images to it as an argument'
             )
-        height, width = self.stages.sizes(*self._open.sizes[0], layer[0])[-1]
+        height, width = self.stages.sizes(*self._running.now.sizes[0], layer[0])[-1]
         raise ValueError(
             f'layer {layer} has a map of {length} positions, but {height * width} were expected; correct how maps '
             f'shrink in its adapter (stride={self.stages.stride}, rounds_up={self.stages.rounds_up})'
@@ -358,26 +350,26 @@ class StepDraws:
     def _refuse_outside(self, layer, what):
         """Raise an error if a layer that drops something runs outside of a pass, or a checkpoint recomputes it."""
         self._refuse_replay(layer)
-        if self._open is None:
+        if self._running.now is None:
             raise ValueError(
                 f'layer {layer} drops {what}, and the backbone draws them once for a forward pass; call the backbone, '
                 'not the layer alone'
             )
 
     def _refuse_replay(self, layer):
-        if _in_backward_pass() and not self._again:
+        if _in_backward_pass() and not self._running.again:
             raise ValueError(_describe_replay(f'layer {layer} of a backbone', self.stages.settings))
 
     def _generator_of_layers(self, what):
         """Return a generator for draws that differ from those of other parts of the backbone, changed by themselves."""
-        return self._open.generator(f'{what} from {next(iter(self.stages.layers))} {self._purpose}')
+        return self._running.now.generator(f'{what} from {next(iter(self.stages.layers))} {self._purpose}')
 
     def _masks(self, ratio, ratios, size, device):
         """Draw the positions of each stage that has layers of this ratio."""
         settings, drawn = self.stages.settings, {}
         sizes = self.stages.sizes(*size, max(key[0] for key in ratios))
         # Parts of a backbone that were changed one by one drop the same positions of the image.
-        masks = stage_masks(sizes, ratio, settings.sampler, self._open.generator(self._purpose))
+        masks = stage_masks(sizes, ratio, settings.sampler, self._running.now.generator(self._purpose))
         for stage in {key[0] for key, r in ratios.items() if r == ratio}:
             find = grid_positions if settings.sampler == 'grid' else positions
             drawn[stage] = find(masks[stage], device)

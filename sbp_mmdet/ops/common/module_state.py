@@ -116,7 +116,7 @@ class ModuleState:
             undo += _put_back(own, _attributes(own), _attributes(attributes))
             for name, before in zip(_DICTS, inner):  # noqa: B905  each module takes its dicts from the iterator
                 now = dict(own[name])
-                if name in _TENSORS:  # FSDP takes parameters away and puts them back itself
+                if name in _TENSORS and _is_sharded(own):  # FSDP takes parameters away and puts them back itself
                     undo += _put_back(own[name], now, before, now.keys() & before.keys())
                 elif steps := _put_back(own[name], now, before):
                     _sort(own[name], before)
@@ -227,8 +227,12 @@ def submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return left
 
 
+def _is_sharded(own):
+    return '_is_fsdp_managed_module' in own
+
+
 def _attributes(own):
-    sharded = '_is_fsdp_managed_module' in own
+    sharded = _is_sharded(own)
     return {key: x for key, x in own.items() if key not in _DICTS and not (sharded and isinstance(x, Tensor))}
 
 
