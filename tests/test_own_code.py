@@ -277,7 +277,9 @@ def test_complex_weights():
         apply_lean(model)
 
 
-def test_a_scale_that_becomes_a_parameter():
+@pytest.mark.parametrize('kind', [nn.Parameter, torch.Tensor.requires_grad_])
+def test_a_scale_that_becomes_a_tensor(kind):
+    """The tensor is equal to the number and has a gradient."""
     sizes = dict(embed_dims=8, depths=(2, 2), num_heads=(2, 2), window_size=4, out_indices=(1,), strides=(4, 2))
     sizes |= dict(drop_path_rate=0.0, init_cfg=None)
     plain = nn.ModuleList([SwinTransformer(**sizes)]).double().train()
@@ -289,11 +291,11 @@ def test_a_scale_that_becomes_a_parameter():
         attention = model[0].stages[0].blocks[0].attn.w_msa
         scale = attention.scale
         del attention.scale
-        attention.scale = nn.Parameter(torch.tensor(scale).double())
+        attention.scale = kind(torch.tensor(scale).double())
         model.zero_grad()
         (model[0](x)[0] ** 2).sum().backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert found[0]['0.stages.0.blocks.0.attn.w_msa.scale'] is not None
+        found.append({name: p.grad for name, p in model.named_parameters()} | dict(scale=attention.scale.grad))
+    assert found[0]['scale'] is not None
     assert_equal(*found)
 
 

@@ -233,7 +233,10 @@ def tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _odd_parameter(module) -> str | None:
-    """Return a sentence about the first parameter of a special class, such as a quantised one, or ``None``."""
+    """Return a sentence about the first parameter of a special class, such as a quantised one, or ``None``.
+
+    Tensors in the place of numbers are unsupported too, because operations compute no gradients of numbers.
+    """
     for name, tensor in (*module._parameters.items(), *vars(module).items()):
         kind = type(tensor)
         if not isinstance(tensor, torch.Tensor):
@@ -242,6 +245,8 @@ def _odd_parameter(module) -> str | None:
             return f'its {name} is a {kind.__name__}'
         if tensor.is_complex():
             return f'its {name} is complex'
+        if name not in module._parameters and name not in _PARAMETERS and tensor.numel() == 1:
+            return f'its {name} is a tensor, not a number'
     for name in module._buffers:
         if name in _PARAMETERS:
             return f'its {name} is a buffer'
