@@ -51,5 +51,7 @@ def test_only_what_is_mixed_fails(tmp_path):
     assert sorted(name.partition(' - ')[0].rpartition('_')[2] for name in failed) == ['select', 'sum'], failed
     errors = [line for line in done.stdout.splitlines() if line.startswith('E  ')]
     assert ['mixes tensors of the second device' in line for line in errors] == [True, True], errors
-    assert all(any(name in there for there in passed) for name in NAMES), done.stdout[-3000:]
+    skipped = ' '.join(line[1] for line in outcomes if line[0] == 'SKIPPED')  # by their files; DINO of mmdet 3.3
+    missing = [name for name in NAMES if not any(name in there for there in passed)]
+    assert all(f'{name.partition("::")[0]}:' in skipped for name in missing), (missing, done.stdout[-3000:])
     assert sum('test_mixed' in name for name in passed) == 2
