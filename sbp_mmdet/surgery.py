@@ -154,7 +154,8 @@ def refuse_tracing(module: nn.Module, args) -> None:
     if type(args) is not tuple or (args and isinstance(args[0], Proxy)):
         raise ValueError(
             f'{type(module).__name__} was changed by LeanHook or apply_lean and cannot be traced by torch.fx. Leave '
-            'out efficient_conv_bn_eval (LeanHook saves the same memory), or trace the model before it is changed'
+            'out efficient_conv_bn_eval (LeanHook saves the same memory), or trace the model before it is changed or '
+            'after remove_lean(model)'
         )
 
 
