@@ -153,7 +153,7 @@ class ReportingHook(Hook):
         if self._verified or data_batch is None:  # then the model does so at its first pass
             return
         self._verified, settings, model = True, self.settings, unwrap(runner.model)
-        verify_not_at_first_pass(model)
+        verify_not_at_first_pass(model, self.report)
 
         def say(message, level):
             runner.logger.log(level, message)

@@ -141,6 +141,20 @@ def test_a_loop_that_does_not_announce_its_batches(calls, tmp_path):
     assert not isinstance(model, FirstPass) and '_verification' not in vars(model)
 
 
+@pytest.mark.parametrize('calls', [True, False])
+def test_two_hooks_of_such_a_loop(calls, tmp_path):
+    """Each has its modules verified, as they would be with this hook alone."""
+
+    def verified(*parts):
+        hooks = [dict(type='LeanHook', modules=part) for part in parts]
+        loop = dict(type='QuietLoop', max_epochs=1, calls=calls)
+        _, said = train(DETECTORS['ResNet']().double(), tmp_path / f'{"_".join(parts)}_{calls}', hooks, loop=loop)
+        return [line.split(' against')[0] for line in said if 'against their own code' in line]
+
+    alone = [*verified('backbone'), *verified('neck')]
+    assert len(alone) == 2 and verified('backbone', 'neck') == alone
+
+
 def test_a_loop_that_announces_its_batches(tmp_path):
     model = DETECTORS['ResNet']().double()
     _, said = train(model, tmp_path, [dict(type='LeanHook')])

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 
 import pytest
 import torch
@@ -239,6 +240,25 @@ def test_the_command_verifies_each_of_two_hooks(tmp_path, monkeypatch, capsys):
     faulty_forward(operation_in(conv_norm_act), monkeypatch)
     with pytest.raises(SystemExit, match='1'):
         main(command)
+
+
+@pytest.mark.parametrize(
+    ('later', 'numbers'),
+    [
+        (dict(modules='1'), [1, 1]),
+        (dict(preset='exact_min'), [2]),
+        (dict(modules='0', preset='exact_min'), [1]),
+        (dict(modules='0', preset='none'), []),
+        (dict(modules='1', verify=False), [1]),
+    ],
+    ids=str,
+)
+def test_parts_that_are_changed_one_by_one(later, numbers, caplog):
+    """The first pass verifies each change that is still in place."""
+    model = nn.Sequential(*(ConvModule(3, 3, 3, norm_cfg=dict(type='BN')) for _ in range(2))).train()
+    apply_lean(model, modules='0')
+    _, records = apply_and_get_log(model, caplog, **later)
+    assert [int(re.search(r'verified (\d+) modules', record.message)[1]) for record in records] == numbers
 
 
 def test_what_a_module_writes_to_its_input(monkeypatch):

@@ -56,39 +56,61 @@ class FirstPass(Mixin):
 
     @torch.compiler.disable
     def _verify_first_pass(self, args, kwargs):
-        settings, report = vars(self).pop('_verification')
+        changes = vars(self).pop('_verification')
         mix_out(self, FirstPass)
-        warn_of_own_code(self, report, type(self).__name__, _print_to_log)
-        inputs = _copies((args, kwargs))
-        findings = verify_changed(self, report, settings, lambda model: model(*inputs[0], **inputs[1]))
-        conclude(self, report, settings, findings, type(self).__name__, _print_to_log)
-        if Visualizer._instance_dict and findings.kinds:
-            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
-            Visualizer.get_current_instance().add_scalars(scalars, 1)
+        for settings, report in changes:
+            warn_of_own_code(self, report, type(self).__name__, _print_to_log)
+            inputs = _copies((args, kwargs))
+            run = lambda model, inputs=inputs: model(*inputs[0], **inputs[1])  # noqa: E731
+            findings = verify_changed(self, report, settings, run)
+            conclude(self, report, settings, findings, type(self).__name__, _print_to_log)
+            if Visualizer._instance_dict and findings.kinds:
+                scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
+                Visualizer.get_current_instance().add_scalars(scalars, 1)
 
 
 def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:
-    """Make a changed model verify itself before its first pass in training, if its settings ask for it.
+    """Make a changed model verify itself before its first pass in training, if the settings ask for it.
+
+    An earlier change that waits for its verification goes on to wait, unless this one replaced or undid a part of it.
 
     Args:
         model (nn.Module): The model.
-        settings (Settings): Settings of the model.
+        settings (Settings): Settings of the change.
         report (Report): Report of the changed modules.
     """
-    verify_not_at_first_pass(model)
+    changes = [(earlier, one) for earlier, one in _waiting(model) if _is_in_place(model, one, report)]
     if settings.verify and settings.preset.form is not None and report.changed:
-        mix_in(model, FirstPass)
-        vars(model)['_verification'] = settings, report
+        changes.append((settings, report))
+    _let_wait(model, changes)
 
 
-def verify_not_at_first_pass(model: nn.Module) -> None:
+def verify_not_at_first_pass(model: nn.Module, report) -> None:
     """Undo :func:`verify_at_first_pass`.
 
     Args:
         model (nn.Module): The model.
+        report (Report): Report of the changed modules.
     """
+    _let_wait(model, [(settings, one) for settings, one in _waiting(model) if one is not report])
+
+
+def _waiting(model):
+    return vars(model).get('_verification', ())
+
+
+def _is_in_place(model, report, later):
+    names = report.changed.keys()
+    return names.isdisjoint(later.changed) and all(isinstance(model.get_submodule(name), Mixin) for name in names)
+
+
+def _let_wait(model, changes):
+    """Set the changes that the model verifies at its first pass."""
     mix_out(model, FirstPass)
     vars(model).pop('_verification', None)
+    if changes:
+        mix_in(model, FirstPass)
+        vars(model)['_verification'] = changes
 
 
 def verify_changed(model: nn.Module, report, settings: Settings, run: Callable[[nn.Module], None]) -> Findings:
