@@ -277,11 +277,12 @@ def test_complex_weights():
         apply_lean(model)
 
 
+@pytest.mark.parametrize('qk_scale', [None, 1, True])
 @pytest.mark.parametrize('kind', [nn.Parameter, torch.Tensor.requires_grad_])
-def test_a_scale_that_becomes_a_tensor(kind):
-    """The tensor is equal to the number and has a gradient."""
+def test_a_scale_that_becomes_a_tensor(kind, qk_scale):
+    """The tensor is equal to the number, an integer too, and has a gradient."""
     sizes = dict(embed_dims=8, depths=(2, 2), num_heads=(2, 2), window_size=4, out_indices=(1,), strides=(4, 2))
-    sizes |= dict(drop_path_rate=0.0, init_cfg=None)
+    sizes |= dict(drop_path_rate=0.0, init_cfg=None, qk_scale=qk_scale)
     plain = nn.ModuleList([SwinTransformer(**sizes)]).double().train()
     lean, x = copy.deepcopy(plain), torch.randn(2, 3, 32, 32).double()
     apply_lean(lean)
@@ -291,7 +292,7 @@ def test_a_scale_that_becomes_a_tensor(kind):
         attention = model[0].stages[0].blocks[0].attn.w_msa
         scale = attention.scale
         del attention.scale
-        attention.scale = kind(torch.tensor(scale).double())
+        attention.scale = kind(torch.tensor(float(scale)).double())
         model.zero_grad()
         (model[0](x)[0] ** 2).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()} | dict(scale=attention.scale.grad))

@@ -48,7 +48,7 @@ class BypassedModules:
         # With the attribute that a changed module has: a module is bound before it gets this attribute.
         number = len(root.__dict__) + ('_lean' not in root.__dict__)
         self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
-        self._state, self._floats = _State.of(self.modules), _floats(root.__dict__)
+        self._state, self._numbers = _State.of(self.modules), _numbers(root.__dict__)
         self._own_dtypes, self._warned = _dtypes_of_weights(root), False
         self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
@@ -105,7 +105,7 @@ class BypassedModules:
             self._kind, self._mixed = type(root), mixed  # last: another thread may run the module
         try:
             own = root.__dict__
-            if settings(own) != values or [name for name in self._floats if own[name].__class__ is not float]:
+            if settings(own) != values or [n for n in self._numbers if own[n].__class__ not in _NUMBERS]:
                 return False
         except _DIFFERS:
             return False
@@ -136,7 +136,7 @@ class _State(NamedTuple):
         lengths (list[int]): Numbers of attributes. One more may be a forward of the instance, or hide another method.
         settings (list[Callable]): Functions of a module's ``__dict__``, which return its hooks and its settings.
         values (list[tuple]): What they return.
-        floats (list[tuple[int, str]]): Indices of modules, and names of their settings that are floats.
+        scalars (list[tuple[int, str]]): Indices of modules, and names of their settings that are numbers.
         numbers (list[int]): Numbers of parameters.
         parameters (list[type]): Classes of all parameters.
         dtypes (list[torch.dtype]): Precision of all parameters.
@@ -148,7 +148,7 @@ class _State(NamedTuple):
     lengths: list[int]
     settings: list[Callable[[dict], tuple]]
     values: list[tuple]
-    floats: list[tuple[int, str]]
+    scalars: list[tuple[int, str]]
     numbers: list[int]
     parameters: list[type]
     dtypes: list[torch.dtype]
@@ -160,9 +160,9 @@ class _State(NamedTuple):
         owns = [*map(vars, modules)]
         views = [(i, own['weight'].dtype) for i, own in enumerate(owns) if isinstance(own.get('weight'), torch.Tensor)]
         settings, values = [*zip(*_settings_of(modules), strict=True)] or ((), ())
-        floats = [(i, name) for i, own in enumerate(owns) for name in _floats(own)]
+        scalars = [(i, name) for i, own in enumerate(owns) for name in _numbers(own)]
         read = _parameters(owns)
-        return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], floats, *read, views)
+        return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], scalars, *read, views)
 
     def matches(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether modules still have this state."""
@@ -173,7 +173,7 @@ class _State(NamedTuple):
             if [settings(own) for settings, own in zip(self.settings, owns, strict=True)] != self.values:
                 return False
             # A tensor may be equal to the number in whose place it is, and need a gradient.
-            if [name for i, name in self.floats if owns[i][name].__class__ is not float]:
+            if [name for i, name in self.scalars if owns[i][name].__class__ not in _NUMBERS]:
                 return False
             for i, dtype in self.views:
                 if owns[i]['weight'].dtype is not dtype:
@@ -238,8 +238,8 @@ def _settings(module):
     return operator.itemgetter(*names), tuple(values)
 
 
-def _floats(own):
-    return [name for name, value in own.items() if type(value) is float]
+def _numbers(own):
+    return [name for name, value in own.items() if type(value) in _NUMBERS]
 
 
 def _is_setting(value, levels=_LEVELS):
@@ -253,5 +253,6 @@ def _is_setting(value, levels=_LEVELS):
 _HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 _get_hooks = operator.itemgetter(*_HOOKS)
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes of every module, and whether it is in training
+_NUMBERS = frozenset((int, float))
 PLAIN = frozenset((bool, int, float, str, bytes, type(None), torch.dtype, torch.device))  # never changed in place
 _VALUES = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device, enum.Enum)

@@ -3,6 +3,7 @@
 See :mod:`.predicate`, which asks. Adapters of further families add roles of their own.
 """
 
+import numbers
 from collections.abc import Callable
 
 import torch
@@ -42,7 +43,7 @@ def _check_pairs(conv, *names):
     for name in names:
         value = getattr(conv, name)
         if type(value) is not tuple or [*map(type, value)] != [int, int]:
-            return f'its {name} is {value!r}, and a pair of numbers, such as (1, 1), is needed'
+            return f'its {name} is {value!r}, and only a tuple of two integers, such as (1, 1), is supported'
     return None
 
 
@@ -173,7 +174,8 @@ def check_number_as_scale(attention: nn.Module) -> str | None:
         str | None: Why the scale is unsupported, or ``None``.
     """
     scale = getattr(attention, 'scale', None)
-    return f'its scale is a {type(scale).__name__}, not a number' if isinstance(scale, torch.Tensor) else None
+    is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    return None if scale is None or is_number else f'its scale is a {type(scale).__name__}, not a number'
 
 
 def _check_divisor(pool):
