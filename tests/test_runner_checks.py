@@ -25,6 +25,7 @@ import sbp_mmdet
 from sbp_mmdet.plan.command import main
 from sbp_mmdet.plan.config_checks import check_config, refuse_uncounted_models
 from sbp_mmdet.plan.config_keys import describe_mistake, refuse_bad_priorities, refuse_missing_scope
+from sbp_mmdet.plan.config_values import list_loaders as list_loaders_of_the_planner
 from sbp_mmdet.plan.pipeline import CannotRun
 from sbp_mmdet.plan.rehearse import build_largest_batch
 from sbp_mmdet.plan.strategies import refuse_strategies
@@ -32,7 +33,7 @@ from sbp_mmdet.resume import NoBatch, refuse_empty_loader
 
 import hook_checks  # isort: skip
 from annotation_files import PreflightError  # isort: skip
-from runner_checks import check_launcher, check_optimizer, check_runner_keys  # isort: skip
+from runner_checks import check_launcher, check_optimizer, check_runner_keys, list_loaders  # isort: skip
 
 IMAGES = [torch.zeros(1)] * 3
 LOOP = dict(
@@ -141,10 +142,23 @@ def test_several_loaders(several):
     with pytest.raises(PreflightError, match=f'train_dataloader.{second}.batch_size=0 must be'):
         check_runner_keys(config, ('train',))
     check_config(config)
-    with pytest.raises(ValueError, match=f'several data loaders .train_dataloader.., train_dataloader.{second}.. Such'):
+    with pytest.raises(ValueError, match=f'data loaders .train_dataloader.., train_dataloader.{second}.. Such'):
         refuse_uncounted_models('a.py', config)
-    with pytest.raises(CannotRun, match=f'joins the batches of .* train_dataloader.{second}'):
+    with pytest.raises(CannotRun, match=f'list of data loaders .* train_dataloader.{second}'):
         build_largest_batch(SimpleNamespace(train_dataloader=None, cfg=config))
+    config.train_dataloader = dict(a=parts['a']) if several is dict else [parts['a']]  # such a loop may have one
+    with pytest.raises(ValueError, match='data loaders .train_dataloader.[a0]..'):
+        refuse_uncounted_models('a.py', config)
+    with pytest.raises(CannotRun, match='list of data loaders .train_dataloader.[a0]'):
+        build_largest_batch(SimpleNamespace(train_dataloader=None, cfg=config))
+
+
+def test_a_data_set_with_a_misspelt_key_is_no_loader():
+    """What wraps a data set has one as a loader has; the scripts then say that the key should be 'dataset'."""
+    loader = dict(batch_size=1, datset=dict(type='RepeatDataset', times=2, dataset=dict(type='CocoDataset')))
+    config = Config(dict(LOOP, train_dataloader=loader))
+    for found in (list_loaders(config, 'train'), list_loaders_of_the_planner(config, 'train_dataloader')):
+        assert found == dict(train_dataloader=loader)
 
 
 @pytest.mark.parametrize('own', [True, False], ids=['batch sampler', 'loader'])

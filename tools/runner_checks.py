@@ -89,7 +89,9 @@ def list_loaders(config: Config, split: str) -> dict[str, dict]:
     if not isinstance(loader, (dict, list, tuple)):
         return {}
     parts = loader.items() if isinstance(loader, dict) else enumerate(loader)
-    several = {f'{key}.{name}': one for name, one in parts if isinstance(one, dict) and 'dataset' in one}
+    # A member with a type is the data set, a wrapper, under a misspelt name.
+    parts = [(name, one) for name, one in parts if isinstance(one, dict) and 'dataset' in one and 'type' not in one]
+    several = {f'{key}.{name}': one for name, one in parts}
     is_one = isinstance(loader, dict) and ('dataset' in loader or not several)
     return {key: loader} if is_one else several
 

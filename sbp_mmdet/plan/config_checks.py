@@ -307,14 +307,15 @@ def refuse_uncounted_models(path: str, config: Config, done: str = 'counted', in
         instead (str): The remedy. Default: another config.
 
     Raises:
-        ValueError: If the preprocessor of the model is one for other batches, or a loop has several data loaders.
+        ValueError: If the preprocessor of the model is one for other batches, or ``train_dataloader`` is a dict or list
+            of data loaders.
     """
     preprocessor = config.model.get('data_preprocessor') or {}
     what = _UNCOUNTED.get(name_of(preprocessor))
     if what and preprocessor.get('use_det_processor'):  # with it, a tracker's detector trains on images
         what = None
-    if len(loaders := list_loaders(config, 'train_dataloader')) > 1:
-        what = f'batches of several data loaders ({", ".join(loaders)})'
+    if loaders := list_loaders(config, 'train_dataloader').keys() - {'train_dataloader'}:
+        what = f'batches that its loop takes from a dict or list of data loaders ({", ".join(sorted(loaders))})'
     if what:
         raise ValueError(
             f'{path}: {name_of(config.model)} trains on {what}. Such steps are not {done}, and --size does not help; '

@@ -127,7 +127,7 @@ def build_largest_batch(runner) -> tuple[dict, dict]:
         (in each image) and ``channels``, and the size of a ``usual`` batch.
 
     Raises:
-        ValueError: If the pipeline cannot be run, or the loop has several data loaders.
+        ValueError: If the pipeline cannot be run, or the loop has a dict or list of data loaders.
     """
     from .batch import build_batch  # noqa: PLC0415
     from .config_values import list_loaders  # noqa: PLC0415
@@ -136,10 +136,10 @@ def build_largest_batch(runner) -> tuple[dict, dict]:
     from .real_batches import build_real_batch, has_usual_structure  # noqa: PLC0415
 
     loader = runner.train_dataloader
-    if len(loaders := list_loaders(runner.cfg, 'train_dataloader')) > 1:
+    if loaders := list_loaders(runner.cfg, 'train_dataloader').keys() - {'train_dataloader'}:
         raise CannotRun(
-            f'its loop joins the batches of several data loaders ({", ".join(loaders)}), and a rehearsal makes those '
-            'of one; train without a rehearsal'
+            f'its loop takes batches from a dict or list of data loaders ({", ".join(sorted(loaders))}), and a '
+            'rehearsal makes those of a single one; train without a rehearsal'
         )
     refuse_more_classes(runner.cfg, loader.dataset)
     images = getattr(loader.batch_sampler, 'batch_size', None) or loader.batch_size
