@@ -18,6 +18,7 @@ from mmdet.models.necks import FPN, PAFPN
 from mmdet.models.task_modules.assigners import BboxOverlaps2D, SimOTAAssigner
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
+from test_hooks_of_others import warnings_of
 from torch import nn
 from unusual_models import (
     CALLS,
@@ -31,6 +32,7 @@ from unusual_models import (
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.adapters import ADAPTERS, LeanModule
+from sbp_mmdet.adapters.predicate import unsupported
 from sbp_mmdet.adapters.roles import ROLES
 from sbp_mmdet.chunked_targets.assigners import assigners_in_chunks
 from sbp_mmdet.library_code import replaced_code
@@ -267,6 +269,42 @@ def test_code_of_recomputed_parts_runs_once(name, of, monkeypatch):
             monkeypatch.setattr(owner, function, recorded(getattr(owner, function)), raising=False)
     assert_same(lean, plain, random_images())
     assert function in CALLS
+
+
+def register_hook(module, monkeypatch):
+    module.register_forward_hook(lambda *args: None)
+
+
+def replace_forward(module, monkeypatch):
+    monkeypatch.setattr(module, 'forward', lambda x: x)
+
+
+def replace_forward_of_its_class(module, monkeypatch):
+    monkeypatch.setattr(type(module), 'forward', lambda self, x: x, raising=False)
+
+
+@pytest.mark.parametrize(
+    ('change', 'since', 'reason'),
+    [
+        (register_hook, 'they have hooks', 'a module inside of it has hooks'),
+        (replace_forward, 'they were changed since', 'a function that it calls was replaced'),
+        (replace_forward_of_its_class, 'they were changed since', 'a function that it calls was replaced'),
+    ],
+)
+def test_the_log_says_why_a_part_is_not_recomputed(change, since, reason, monkeypatch):
+    model = randomize_norms(Detector())
+    report = apply_lean(model, 'exact_min', verify=False)
+    assert warnings_of(model, report) == ([], [])
+    change(model.neck.lateral_convs[0], monkeypatch)
+    names, (text,) = warnings_of(model, report)
+    assert 'neck' in names
+    assert f'because {since};' in text and f'neck ({reason}, which would run twice)' in text
+
+
+@pytest.mark.parametrize('role', ROLES)
+def test_reasons_name_no_private_classes(role):
+    reason = unsupported(nn.LSTM(1, 1), role)
+    assert reason.startswith('it is a') and ' _' not in reason
 
 
 def known_classes():

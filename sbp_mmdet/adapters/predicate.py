@@ -123,7 +123,8 @@ def _check_of(kind, role):
     if name in names:
         name = path_of(kind)  # such as torch.ao's Conv2d
     it_is = f'it is a{"n" * name.startswith(("A", "E", "I", "O"))} {name}'
-    if len(names) > _MOST_NAMES:
+    names = [one for one in names if not one.startswith('_')]  # users do not know private classes
+    if not 0 < len(names) <= _MOST_NAMES:
         return None, f'{it_is}, which is not supported as {role}'
     *others, last = names
     supported = f'{", ".join(others)} and {last} are' if others else f'{last} is'

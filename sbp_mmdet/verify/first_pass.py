@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..adapters import LeanModule, release
+from ..adapters.predicate import is_hooked_globally
 from ..checkpointed_parts import CheckpointedLevels, CheckpointedPart
 from ..passes import is_known_inside
 from ..presets import Settings
@@ -167,9 +168,10 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
     for name in report.changed:
         module = model.get_submodule(name)
         if isinstance(module, (CheckpointedPart, CheckpointedLevels)) and not is_known_inside(module):
-            replaced = any('forward' in vars(inner) for inner in module.modules())
-            what = 'another forward pass' if replaced else 'hooks, which would run twice'
-            reasons.setdefault(name, f'a module inside of it has {what}')
+            inside = [inner for inner in module.modules() if inner is not module]
+            hooked = is_hooked_globally() or any(m._forward_hooks or m._forward_pre_hooks for m in inside)
+            what = 'a module inside of it has hooks' if hooked else 'a function that it calls was replaced'
+            reasons.setdefault(name, f'{what}, which would run twice')
     if reasons:
         name, reason = next(iter(reasons.items()))
         since = 'they have hooks' if all('has hooks' in one for one in reasons.values()) else 'they were changed since'
