@@ -261,6 +261,16 @@ def test_parts_that_are_changed_one_by_one(later, numbers, caplog):
     assert [int(re.search(r'verified (\d+) modules', record.message)[1]) for record in records] == numbers
 
 
+@pytest.mark.parametrize('again', [False, True])
+def test_a_changed_module_that_is_removed(again, caplog):
+    model = nn.Sequential(*(ConvModule(3, 3, 3, norm_cfg=dict(type='BN')) for _ in range(2))).train()
+    apply_lean(model)
+    del model[1]
+    if again:
+        apply_and_get_log(model, caplog)
+    model(torch.randn(2, 3, 8, 8))
+
+
 def test_what_a_module_writes_to_its_input(monkeypatch):
     """An activation that should work in place, and does not, has the right output and gradients."""
     monkeypatch.setattr(

@@ -101,8 +101,8 @@ def _waiting(model):
 
 
 def _is_in_place(model, report, later):
-    names = report.changed.keys()
-    return names.isdisjoint(later.changed) and all(isinstance(model.get_submodule(name), Mixin) for name in names)
+    modules, names = dict(model.named_modules(remove_duplicate=False)), report.changed.keys()
+    return names.isdisjoint(later.changed) and all(isinstance(modules.get(name), Mixin) for name in names)
 
 
 def _let_wait(model, changes):
@@ -165,8 +165,9 @@ def warn_of_own_code(model: nn.Module, report, who: str, say: Callable) -> list[
         new = [reason for _, reason in bound.left if reason not in {known for _, known in before.left}]
         if name in report.changed and (reason := bound.reason or '; '.join(dict.fromkeys(new))):
             reasons[name] = reason
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in report.changed:
-        module = model.get_submodule(name)
+        module = modules.get(name)  # the user may have removed it
         if isinstance(module, (CheckpointedPart, CheckpointedLevels)) and not is_known_inside(module):
             inside = [inner for inner in module.modules() if inner is not module]
             hooked = is_hooked_globally() or any(m._forward_hooks or m._forward_pre_hooks for m in inside)
