@@ -2,9 +2,12 @@
 
 import copy
 import logging
+import os
 import re
 import shutil
+import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,8 +93,11 @@ def test_compile_of_the_runner(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='a compiler of before torch 2.4')
 @pytest.mark.skipif(shutil.which('g++') is None, reason='no C++ compiler')
-def test_compile_of_the_runner_with_kernels(tmp_path):
+def test_compile_of_the_runner_with_kernels(tmp_path, monkeypatch):
     """``compile=True``: the step calls backward, so the compiler must leave the operations' backward passes alone."""
+    # torch takes a precompiled header from its cache that was made for other instructions (ATEN_CPU_CAPABILITY).
+    cache = Path(tempfile.gettempdir(), f'inductor_{torch.backends.cpu.get_cpu_capability()}_{os.getuid()}')
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', f'{cache}')
     torch.compiler.reset()
     model = Detector(ResNet(18, base_channels=8, num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,)))
     plain, _ = train(copy.deepcopy(model.double()), tmp_path)
