@@ -183,7 +183,7 @@ def test_torchrun(project):
         result = read_result(project, label)
         assert [point['evaluated'] for point in result['curve']] == [1, 2, 3]
         assert [step for step, _ in result['loss']] == [*range(1, 7)]
-        assert result['finished'] and result['seconds'] > 0 and 'box AP' in result['ap']
+        assert result['finished'] and 'box AP' in result['ap']
     again = read_result(project, T)
     assert again['loss'] == known['loss'] and again['curve'][:2] == known['curve'][:2]
     assert again['ap'] == pytest.approx(known['ap'], abs=1e-3)
