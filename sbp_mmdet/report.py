@@ -52,7 +52,8 @@ class Report:
     def __str__(self):
         frozen = dict.fromkeys(self.frozen, 'they train no parameters')
         unchanged = {name: reason for name, reason in self.left.items() if name not in frozen}
-        numbers = f'{len(self.changed)} modules changed, {len(unchanged)} unchanged'
+        modules = 'module' if len(self.changed) == 1 else 'modules'
+        numbers = f'{len(self.changed)} {modules} changed, {len(unchanged)} unchanged'
         lines = [f'{numbers}, {len(frozen)} frozen' if frozen else numbers]
         for word, reasons in (('changed', self.changed), ('unchanged', unchanged), ('frozen', frozen)):
             for reason in dict.fromkeys(reasons.values()):

@@ -106,8 +106,8 @@ def test_a_backward_pass_of_the_models_own():
     findings = verify_steps('first', 'second')
     assert findings.missed == ['second'] and [*findings.kinds[0].modules] == ['first']
     text = f'{findings}'
-    assert text.startswith('verified 1 modules against')
-    assert '; 1 modules were not compared, such as second: the model calls backward by itself' in text
+    assert text.startswith('verified 1 module against')
+    assert '; 1 module was not compared, such as second: the model calls backward by itself' in text
 
 
 def test_a_step_that_fails_behind_all_modules():

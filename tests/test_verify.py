@@ -258,7 +258,7 @@ def test_parts_that_are_changed_one_by_one(later, numbers, caplog):
     model = nn.Sequential(*(ConvModule(3, 3, 3, norm_cfg=dict(type='BN')) for _ in range(2))).train()
     apply_lean(model, modules='0')
     _, records = apply_and_get_log(model, caplog, **later)
-    assert [int(re.search(r'verified (\d+) modules', record.message)[1]) for record in records] == numbers
+    assert [int(re.search(r'verified (\d+) module', record.message)[1]) for record in records] == numbers
 
 
 @pytest.mark.parametrize('again', [False, True])

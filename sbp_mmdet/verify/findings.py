@@ -86,8 +86,8 @@ class Findings:
             max((getattr(kind, key) for kind in kinds), default=0.0) for key in ('outputs', 'gradients')
         )
         text = (
-            f'verified {len(names)} modules{frozen} against their own code, in {len(kinds)} cases of different class, '
-            f'settings or shapes: {_format_differences(outputs, gradients)}'
+            f'verified {_count(names, "module")}{frozen} against their own code, in {_count(kinds, "case")} of '
+            f'different class, settings or shapes: {_format_differences(outputs, gradients)}'
         )
         if skipped := [kind for kind in self.kinds if kind.skipped]:
             first = skipped[0]
@@ -95,12 +95,17 @@ class Findings:
                 f'; {len(skipped)} kinds could not be compared, such as {next(iter(first.modules))}: {first.skipped}'
             )
         if self.skipped:
-            text += f'; {len(self.missed)} modules were not compared, such as {self.missed[0]}: {self.skipped}'
+            were = 'was' if len(self.missed) == 1 else 'were'
+            text += f'; {_count(self.missed, "module")} {were} not compared, such as {self.missed[0]}: {self.skipped}'
         if self.own_code:
             text += f'; changed modules that only recompute their own code: {len(self.own_code)}'
         if self.synced:
             text += '; SyncBN was compared within this process, without its communication'
         return text
+
+
+def _count(things, noun):
+    return f'{len(things)} {noun}' if len(things) == 1 else f'{len(things)} {noun}s'
 
 
 def _format_differences(outputs, gradients):
