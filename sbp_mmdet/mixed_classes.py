@@ -1,20 +1,22 @@
 """Classes that this package made at run time, and what users set on them later: the class of a live module is one."""
 
 import functools
+from collections.abc import Iterable
+
+from torch import nn
 
 from .surgery import MADE_OF
 
 __all__ = ['mixed_classes', 'names_set_on']
 
 
-@functools.cache
-def mixed_classes(kind: type) -> tuple[type, ...]:
-    """Return the classes that :func:`.surgery.mix_in` made, among a class and its bases.
+def mixed_classes(modules: Iterable[nn.Module]) -> list[type]:
+    """Return the classes that :func:`.surgery.mix_in` made, among the classes of modules and their bases.
 
     Args:
-        kind (type): The class of a module.
+        modules (Iterable[nn.Module]): The modules.
     """
-    return tuple(base for base in kind.__mro__ if base in MADE_OF)
+    return [*{mixed for kind in {*map(type, modules)} for mixed in _made_bases(kind)}]
 
 
 def names_set_on(kind: type) -> set[str]:
@@ -23,5 +25,10 @@ def names_set_on(kind: type) -> set[str]:
     Args:
         kind (type): The class of a module.
     """
-    names = {name for mixed in mixed_classes(kind) for name in vars(mixed)}
+    names = {name for mixed in _made_bases(kind) for name in vars(mixed)}
     return {name for name in names if name == '__call__' or not (name.startswith('__') or name == '_abc_impl')}
+
+
+@functools.cache
+def _made_bases(kind):
+    return tuple(base for base in kind.__mro__ if base in MADE_OF)

@@ -222,7 +222,7 @@ def _is_known_inside(root: nn.Module) -> bool:
         if any([one.replaced for one in code.values()]) or any(map(_hides_code, inside)) or _hides_code(root, True):
             return False
         children, places = [dict(m._modules) for m in inside], (place for one in code.values() for place in one.places)
-        mixed = [*{mixed for kind in {*map(type, (root, *inside))} for mixed in mixed_classes(kind)}]
+        mixed = mixed_classes((root, *inside))
         lengths = [len(vars(one)) for one in (*inside, root, *mixed)]
         functions = FunctionSnapshot(dict.fromkeys(places))
         kept = inside, [*map(type, inside)], children, dict(root._modules), mixed, lengths, code, functions

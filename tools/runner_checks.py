@@ -80,6 +80,8 @@ def check_runner_keys(config: Config, splits: tuple[str, ...]) -> None:
 def list_loaders(config: Config, split: str) -> dict[str, dict]:
     """Return the data loaders of a loop by their keys: one, or several of a loop of the user's own.
 
+    The planner has the same function, which nothing here may import (see :mod:`preflight`). A test runs both.
+
     Args:
         config (Config): The config.
         split (str): 'train', 'val' or 'test'.

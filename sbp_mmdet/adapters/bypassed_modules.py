@@ -61,11 +61,6 @@ class BypassedModules:
         # A copy has other modules, and classes made at run time cannot be pickled: the copy is bound anew.
         return dict(modules=(), precisions=frozenset(), _kind=None, _root=None)
 
-    def _mixed_classes(self, root):
-        """Return the classes that this package made: those of changed modules, on which users may set methods."""
-        kinds = {*map(type, (root, *self.modules))}
-        return [*{mixed for kind in kinds for mixed in mixed_classes(kind)}]
-
     def _count_patches(self, root):
         return sum(len(names_set_on(kind)) for kind in {*map(type, (root, *self.modules))})
 
@@ -100,7 +95,7 @@ class BypassedModules:
         if self._kind is not type(root) or self._mixed is None:
             if kinds != foreign_classes(type(root)) or self._count_patches(root) != self._patches:
                 return False
-            mixed = self._mixed_classes(root)
+            mixed = mixed_classes((root, *self.modules))  # on which users may set methods
             self._sizes = [*map(len, map(vars, mixed))]
             self._kind, self._mixed = type(root), mixed  # last: another thread may run the module
         try:
