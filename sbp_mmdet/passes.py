@@ -219,7 +219,7 @@ def _is_known_inside(root: nn.Module) -> bool:
         if not all([_is_recomputable(kind) for kind in kinds]) or _any_touched(inside, map(vars, inside)):
             return False
         code = {id(code): code for code in map(library_code, {*kinds, stock_class(type(root))})}
-        if any([one.replaced for one in code.values()]) or any(map(_hides_code, inside)) or _hides_code(root, True):
+        if any([one.replaced for one in code.values()]) or _hides_code(inside) or _hides_code([root], ('forward',)):
             return False
         children, places = [dict(m._modules) for m in inside], (place for one in code.values() for place in one.places)
         mixed = mixed_classes((root, *inside))
@@ -233,14 +233,19 @@ def _is_known_inside(root: nn.Module) -> bool:
 is_known_inside = uncompiled(_is_known_inside)
 
 
-def _hides_code(module, but_forward=False):
-    """Return whether an attribute of an instance or its changed class hides a function that its forward pass calls."""
-    own, kind = vars(module), stock_class(type(module))
-    on_class = names_set_on(type(module))
-    names = {name for owner, name, _ in library_code(kind).places if owner is kind}
-    if but_forward:
-        names.discard('forward')
-    return not names.isdisjoint(on_class) or any([callable(own[name]) for name in names & own.keys()])
+def _hides_code(modules, but=()):
+    """Return whether an attribute of a module, or a name set on its changed class, hides code that its forward runs.
+
+    Methods whose names are in ``but`` may be hidden.
+    """
+    names_of = {}
+    for kind in {*map(type, modules)}:
+        stock = stock_class(kind)
+        names_of[kind] = names = {name for owner, name, _ in library_code(stock).places if owner is stock}
+        names.difference_update(but)
+        if not names.isdisjoint(names_set_on(kind)):
+            return True
+    return any([callable(own[name]) for m in modules for own in [vars(m)] for name in names_of[type(m)] & own.keys()])
 
 
 def _any_touched(modules, owns):

@@ -44,11 +44,11 @@ class BypassedModules:
             ]
         self.modules = tuple(inside.values())
         self._parents, self._children = parents, [dict(parent._modules) for parent in parents]
-        (settings,) = _settings_of([root])
+        ((settings, values, numbers),) = _settings_of([root])
         # With the attribute that a changed module has: a module is bound before it gets this attribute.
         number = len(root.__dict__) + ('_lean' not in root.__dict__)
-        self._kind, self._root = type(root), (foreign_classes(type(root)), number, *settings)
-        self._state, self._numbers = _State.of(self.modules), _numbers(root.__dict__)
+        self._kind, self._root = type(root), (foreign_classes(type(root)), number, settings, values)
+        self._state, self._numbers = _State.of(self.modules), numbers
         self._own_dtypes, self._warned = _dtypes_of_weights(root), False
         self.precisions = precisions_of_products((root, *self.modules))
         self._hooked_globally = is_hooked_globally()
@@ -62,7 +62,7 @@ class BypassedModules:
         return dict(modules=(), precisions=frozenset(), _kind=None, _root=None)
 
     def _count_patches(self, root):
-        return sum(len(names_set_on(kind)) for kind in {*map(type, (root, *self.modules))})
+        return sum(map(len, map(names_set_on, mixed_classes((root, *self.modules)))))
 
     def warn_of_input(self, name: str) -> None:
         """Log once that the module runs its own code for an input that :mod:`.inputs` or its adapter does not know.
@@ -154,8 +154,8 @@ class _State(NamedTuple):
         """Return the state of modules now."""
         owns = [*map(vars, modules)]
         views = [(i, own['weight'].dtype) for i, own in enumerate(owns) if isinstance(own.get('weight'), torch.Tensor)]
-        settings, values = [*zip(*_settings_of(modules), strict=True)] or ((), ())
-        scalars = [(i, name) for i, own in enumerate(owns) for name in _numbers(own)]
+        settings, values, numbers = [*zip(*_settings_of(modules), strict=True)] or ((),) * 3
+        scalars = [(i, name) for i, names in enumerate(numbers) for name in names]
         read = _parameters(owns)
         return cls([*map(type, modules)], [*map(len, owns)], [*settings], [*values], scalars, *read, views)
 
@@ -211,7 +211,7 @@ def _settings_of(modules):
 
 
 def _settings(module):
-    """Return a function that gives the hooks of a module and its settings, and what it gives now.
+    """Return a function that gives the hooks of a module and its settings, what it gives now, and names of numbers.
 
     Settings are all attributes whose values are numbers, strings and the like, or collections of these, since any of
     them may decide what the module computes.
@@ -230,11 +230,8 @@ def _settings(module):
     if '_compiled_call_impl' in own:
         names.append('_compiled_call_impl')
         values.append(own['_compiled_call_impl'])
-    return operator.itemgetter(*names), tuple(values)
-
-
-def _numbers(own):
-    return [name for name, value in own.items() if type(value) in _NUMBERS]
+    numbers = [name for name, value in own.items() if type(value) in _NUMBERS]
+    return operator.itemgetter(*names), tuple(values), numbers
 
 
 def _is_setting(value, levels=_LEVELS):

@@ -25,7 +25,7 @@ from ..surgery import stock_class
 from .base import LeanModule, adapter
 from .bindings import Binding, Bypassed
 from .copies import path_of
-from .parameters import weight_and_bias
+from .parameters import weights_and_biases
 from .predicate import unsupported
 from .roles import EFFICIENTDETS_CONVOLUTION, ROLES, add_to_role
 
@@ -103,7 +103,8 @@ class ConvNorm:
         conv, norm, act = self.conv, self.norm, self.act
         if counts and norm is not None and norm.training:
             count_batches([norm])
-        options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm)
+        weight, bias, *of_norm = weights_and_biases((conv,) if norm is None else (conv, norm))
+        options, tensors = ((), (None,) * 4) if norm is None else _norm_inputs(norm, *of_norm)
         padding, border = _own_padding(x, conv) if self._adapts else (conv.padding, (0, 0, 0, 0))
         activation = self._activation or (None if act is None else activation_of(act))
         eps = conv.eps if self._standardises else None
@@ -114,7 +115,6 @@ class ConvNorm:
             named = dict(zip(('norm', 'eps', 'momentum', 'num_groups', 'process_group'), options, strict=False))
             named |= dict(activation=activation, dtype=dtype, border=border, standardise=eps)
             self._last = last = made_of, ConvNormSettings(form, stride, padding, dilation, groups, **named)
-        weight, bias = weight_and_bias(conv)
         weight = conv._get_weight(weight) if self._standardises_adaptively else weight
         channels = weight.shape[0]
         for tensor in tensors:  # torch's kernels do not check the sizes, and would write to other memory
@@ -265,14 +265,13 @@ def count_batches(norms: Sequence[nn.Module]) -> bool:
     return True
 
 
-def _norm_inputs(norm):
-    """Return the settings of a norm for :class:`.ConvNormSettings`, and its tensors.
+def _norm_inputs(norm, weight, bias):
+    """Return the settings of a norm for :class:`.ConvNormSettings`, and its tensors, given its parameters.
 
     Returns:
         tuple[tuple, tuple]: (norm, eps, momentum, num_groups, process_group), of which the last ones may be missing,
         and (weight, bias, running mean, running variance).
     """
-    weight, bias = weight_and_bias(norm)
     own = norm.__dict__
     buffers = own['_buffers']
     if 'running_mean' not in buffers:

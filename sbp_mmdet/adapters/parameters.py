@@ -33,32 +33,32 @@ class CachedSettings:
 def weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """Return weight and bias of a module, ``None`` where it has none.
 
-    The attribute lookup of ``nn.Module`` takes three times as long.
-
     Args:
         module (nn.Module): The module.
     """
-    own = module.__dict__
-    parameters = own['_parameters']
-    weight = parameters['weight'] if 'weight' in parameters else None
-    bias = parameters['bias'] if 'bias' in parameters else None
-    # FSDP keeps the parameters elsewhere and puts views of them into the instance.
-    if weight is None and 'weight' in own:
-        weight = own['weight']
-    if bias is None and 'bias' in own:
-        bias = own['bias']
-    return weight, bias
+    return tuple(weights_and_biases((module,)))
 
 
 def weights_and_biases(modules: Iterable[nn.Module]) -> list[Tensor | None]:
-    """Return weight and bias of each module, one module after the other, see :func:`weight_and_bias`.
+    """Return weight and bias of each module, one module after the other, ``None`` where it has none.
+
+    The attribute lookup of ``nn.Module`` takes three times as long.
 
     Args:
         modules (Iterable[nn.Module]): The modules.
     """
     tensors = []
     for module in modules:
-        tensors += weight_and_bias(module)
+        own = module.__dict__
+        parameters = own['_parameters']
+        weight = parameters['weight'] if 'weight' in parameters else None
+        bias = parameters['bias'] if 'bias' in parameters else None
+        # FSDP keeps the parameters elsewhere and puts views of them into the instance.
+        if weight is None and 'weight' in own:
+            weight = own['weight']
+        if bias is None and 'bias' in own:
+            bias = own['bias']
+        tensors += weight, bias
     return tensors
 
 
