@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
-from .eight_bits import in_groups, quantise, quantise_positive
-from .precision import FEW, cast, compute_in_parts
+from .eight_bits import count_groups, in_groups, quantise, quantise_positive
+from .precision import FEW, FULL, cast, compute_in_parts
 from .shared_maps import find_shared_map, find_shared_maps_of, is_made_here, open_scope, share_map
 from .uncompiled import uncompiled
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'keep', 'keep_input', 'keep_term']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'bytes_of_channel', 'keep', 'keep_input', 'keep_term']
 
 aten = torch.ops.aten
 
@@ -233,6 +233,24 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
     return KeptMap(*(quantise_positive(x) if positive else quantise(x, threshold)))
+
+
+def bytes_of_channel(size: tuple[int, int], dtype: torch.dtype, storage: str = 'native') -> int:
+    """Return the bytes of one channel of a feature map in the saved form that :func:`keep` returns.
+
+    Args:
+        size (tuple[int, int]): Height and width of the map.
+        dtype (torch.dtype): Its precision.
+        storage (str): 'native' or 'int8'. Default: 'native'.
+
+    Returns:
+        int: Number of bytes, with step and offset of each group of rows.
+    """
+    positions = size[0] * size[1]
+    if storage == 'native' or positions < _LEAST_POSITIONS:
+        return positions * dtype.itemsize
+    full = dtype if dtype in FULL else torch.float32
+    return positions + 2 * full.itemsize * count_groups(*size)
 
 
 def keep_input(x: Tensor, x_cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
