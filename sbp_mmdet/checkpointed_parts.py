@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
+from mmcv.cnn import ConvModule
 from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.necks import DyHead
@@ -158,7 +159,8 @@ def parts_to_checkpoint(
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'mask head' (the only
             one, of few classes), 'RoI head' (any other one), 'layer' (of a transformer), 'block' (of backbone or neck,
             which runs its own code), 'layered block' (of a backbone, which calls layers that save a map each), 'mixed
-            block' (such a block with layers that run their own code).
+            block' (such a block with layers that run their own code), 'mixed layer' (a convolution with norm and
+            activation that runs its own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -252,15 +254,29 @@ def _calls_its_layers(module):
 
 def _is_mixed(module):
     """Return whether such a block has code that is no operation of this package, and saves its maps as floats."""
-    if not _calls_its_layers(module):
-        return False
+    return _calls_its_layers(module) and _runs_own_code(module)
+
+
+def _runs_own_code(module):
+    """Return whether something in a module is no operation of this package, and saves its maps as floats."""
     lean = [inside for inside in module.modules() if isinstance(inside, LeanModule)]
     bypassed = {*lean, *(layer for inside in lean for layer in inside._lean.bound.used)}
     own_code = any(layer._parameters and layer not in bypassed for layer in module.modules())
     return own_code or any(isinstance(inside, LeanSplitAttention) for inside in lean)
 
 
-_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
+def _is_mixed_layer(module):
+    """Return whether a module is a convolution with norm and activation that is not, or not in whole, an operation.
+
+    Its input is left unchanged, and often goes to several layers, while each of them would save maps of its own.
+    """
+    if stock_class(type(module)) is not ConvModule or not _runs_own_code(module):
+        return False
+    overwrites = module.with_activation and getattr(module.activate, 'inplace', False)
+    return len(module.order) > 1 and not (overwrites and module.order[0] == 'act')
+
+
+_LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed, 'mixed layer': _is_mixed_layer}
 
 
 def _may_run_twice(part):
