@@ -26,7 +26,7 @@ from .common.autograd_function import (
     take_tensors_out,
 )
 from .common.batch_and_group_norms import keeps_full_precision
-from .common.kept_maps import keep, keep_input
+from .common.kept_maps import bytes_of_channel, keep, keep_input
 from .common.precision import cast, no_autocast
 from .common.shared_maps import share_map
 from .common.sign_bits import SignPacker, SignReader
@@ -74,7 +74,8 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
 
     The input of the last convolution is recomputed too with ``form.minimal``, unless it is that of a split layer, and
     in a block of two convolutions that is a chain by itself, whose input is no larger. Then all convolutions but the
-    last one of the chain are recomputed.
+    last one of the chain are recomputed. So it is with eight bits where the inputs of the last convolutions would take
+    more memory than eight bits save of the chain's output, which is the case in long chains in half precision.
 
     Signs of recomputed ReLUs are saved, one bit for each element, see :mod:`.sign_bits`. No copy of a weight is saved:
     batch norms in evaluation mode are folded again, by three saved numbers for each channel. Blocks in front of the
@@ -157,13 +158,31 @@ def _run(blocks, x):
     source = None if signs is None else keep_input(given, x, s.form.storage)
     if keeps_full_precision(s, x):
         x = given
-    saves_last = not s.form.minimal and (len(blocks) > 1 or len(blocks[0].layers) > 2)
+    saves_last = signs is not None and _saves_last(blocks, x.shape[2:])
     for n, block in enumerate(blocks):
         # A split layer is not recomputed in any form: its output is smaller than the block's input.
         x, last, numbers, layers = run_block(block, x, saves_last or type(block.layers[1]) is SplitLayer)
         output = None if signs is None or n + 1 == len(blocks) else signs.add(x, 'output')
         saved.append(KeptBlock(last, numbers, output, layers))
     return x, source, tuple(saved)
+
+
+def _saves_last(blocks, size):
+    """Return whether the inputs of the last convolutions of all blocks are saved, for an input of a size (H, W)."""
+    s = blocks[0].layers[0].s
+    if s.form.minimal or (len(blocks) == 1 and len(blocks[0].layers) == 2):
+        return False
+    if s.form.storage == 'native' or SplitLayer in [type(layer) for block in blocks for layer in block.layers]:
+        return True
+    needed = 0
+    for *first, last in [block.layers for block in blocks]:
+        for layer in first:
+            size = [-(-length // step) for length, step in zip(size, layer.s.stride, strict=True)]
+        # If they are recomputed, the signs of their ReLUs are saved.
+        in_eight_bits = bytes_of_channel(size, s.dtype, 'int8', first[-1].s.norm == 'fixed')
+        needed += last.t.weight.shape[1] * (in_eight_bits - size[0] * size[1] / 8)
+    saved = bytes_of_channel(size, s.dtype) - bytes_of_channel(size, s.dtype, 'int8', True)
+    return needed <= last.t.weight.shape[0] * saved
 
 
 def _backward(blocks, source, saved, grads, needs, needs_x):

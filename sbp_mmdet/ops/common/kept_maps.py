@@ -1,6 +1,7 @@
 """Feature maps that convolutions, norms and activations save for the backward pass, each of them once."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -235,22 +236,23 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     return KeptMap(*(quantise_positive(x) if positive else quantise(x, threshold)))
 
 
-def bytes_of_channel(size: tuple[int, int], dtype: torch.dtype, storage: str = 'native') -> int:
+def bytes_of_channel(size: Sequence[int], dtype: torch.dtype, storage: str = 'native', positive: bool = False) -> int:
     """Return the bytes of one channel of a feature map in the saved form that :func:`keep` returns.
 
     Args:
-        size (tuple[int, int]): Height and width of the map.
+        size (Sequence[int]): Height and width of the map.
         dtype (torch.dtype): Its precision.
         storage (str): 'native' or 'int8'. Default: 'native'.
+        positive (bool): Whether the map is the output of a ReLU. Default: False.
 
     Returns:
-        int: Number of bytes, with step and offset of each group of rows.
+        int: Number of bytes, with those of the steps of eight bits.
     """
     positions = size[0] * size[1]
     if storage == 'native' or positions < _LEAST_POSITIONS:
         return positions * dtype.itemsize
     full = dtype if dtype in FULL else torch.float32
-    return positions + 2 * full.itemsize * count_groups(*size)
+    return positions + full.itemsize * (1 if positive else 2 * count_groups(*size))
 
 
 def keep_input(x: Tensor, x_cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
