@@ -14,7 +14,6 @@ from torch import nn
 
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.models.vit import SBPViT
-from sbp_mmdet.ops.common.kept_maps import bytes_of_channel, keep
 from sbp_mmdet.plan.memory import LiveBytes, SavedByPart
 
 DTYPES = {'fp32': None, 'bf16': torch.bfloat16}
@@ -185,12 +184,3 @@ def test_layers_of_heads_are_not_recomputed():
     model.bbox_head = MODELS.build(head)
     changed = apply_lean(model, 'int8').changed
     assert not [name for name, meaning in changed.items() if name.startswith('bbox_head') and 'recomputed' in meaning]
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize('size', [(3, 3), (4, 4), (9, 14), (32, 40), (7, 11)])
-def test_bytes_of_a_saved_channel(size, dtype):
-    for storage, positive in (('native', False), ('int8', False), ('int8', True)):
-        kept = keep(torch.randn(2, 3, *size).relu().to(dtype), storage, positive=positive)
-        stored = sum(t.untyped_storage().nbytes() for t in (kept.values, kept.unit, kept.base) if t is not None)
-        assert stored == 6 * bytes_of_channel(size, dtype, storage, positive)

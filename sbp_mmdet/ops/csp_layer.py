@@ -29,7 +29,7 @@ from .common.autograd_function import (
 )
 from .common.batch_and_group_norms import affine_of_norm, keeps_full_precision, zero_of
 from .common.folded_convolution import weight_needed
-from .common.kept_maps import DEEPEST, bytes_of_channel, keep, keep_input
+from .common.kept_maps import DEEPEST, keep, keep_input
 from .common.precision import cast, no_autocast
 from .common.shared_maps import mark_as_made_here, share_map
 from .conv_norm_act import ConvNormGradients, ConvNormSettings, ConvNormTensors
@@ -132,17 +132,18 @@ def _saves_output(settings, number, weight):
     return weight.shape[2:].numel() > 1 and weight.shape[1] > 1
 
 
-def _recomputes(settings, layers, size):
-    """Return whether outputs of pointwise and depthwise convolutions are recomputed, for maps of a size (H, W).
+def _recomputes(settings, layers):
+    """Return whether outputs of pointwise and depthwise convolutions are recomputed.
 
-    All layers have maps of this size, so their channels say how many bytes they take.
+    All maps have one size, so their channels say how many bytes they take. In eight bits, a map takes one byte for each
+    number and its steps.
     """
-    first = settings.layers[0]
-    if first.form.minimal or first.form.storage == 'native':
-        return first.form.minimal
+    form = settings.layers[0].form
+    if form.minimal or form.storage == 'native':
+        return form.minimal
     widths = [layer.t.weight.shape[0] for layer in layers]
     few = sum([n for i, n in enumerate(widths) if _saves_output(settings, i, layers[i].t.weight)])
-    return sum(widths) * bytes_of_channel(size, first.dtype, 'int8') > few * bytes_of_channel(size, first.dtype)
+    return sum(widths) >= few * settings.layers[0].dtype.itemsize
 
 
 class _Forward:
@@ -169,7 +170,7 @@ class _Forward:
         """Return the output."""
         s, given, first = self.settings, x, self.settings.layers[0]
         x = cast(x, first.dtype)
-        self.recomputes = _recomputes(s, self.layers, x.shape[2:])
+        self.recomputes = _recomputes(s, self.layers)
         source = keep_input(given, x, first.form.storage) if self._needs_source() else None
         if keeps_full_precision(first, x):
             x = given

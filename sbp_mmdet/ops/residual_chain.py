@@ -26,7 +26,7 @@ from .common.autograd_function import (
     take_tensors_out,
 )
 from .common.batch_and_group_norms import keeps_full_precision
-from .common.kept_maps import bytes_of_channel, keep, keep_input
+from .common.kept_maps import keep, keep_input
 from .common.precision import cast, no_autocast
 from .common.shared_maps import share_map
 from .common.sign_bits import SignPacker, SignReader
@@ -158,7 +158,7 @@ def _run(blocks, x):
     source = None if signs is None else keep_input(given, x, s.form.storage)
     if keeps_full_precision(s, x):
         x = given
-    saves_last = signs is not None and _saves_last(blocks, x.shape[2:])
+    saves_last = signs is not None and _saves_last(blocks)
     for n, block in enumerate(blocks):
         # A split layer is not recomputed in any form: its output is smaller than the block's input.
         x, last, numbers, layers = run_block(block, x, saves_last or type(block.layers[1]) is SplitLayer)
@@ -167,22 +167,17 @@ def _run(blocks, x):
     return x, source, tuple(saved)
 
 
-def _saves_last(blocks, size):
-    """Return whether the inputs of the last convolutions of all blocks are saved, for an input of a size (H, W)."""
+def _saves_last(blocks):
+    """Return whether the inputs of the last convolutions of all blocks are saved."""
     s = blocks[0].layers[0].s
     if s.form.minimal or (len(blocks) == 1 and len(blocks[0].layers) == 2):
         return False
-    if s.form.storage == 'native' or SplitLayer in [type(layer) for block in blocks for layer in block.layers]:
+    lasts = [block.layers[-1] for block in blocks]
+    if s.form.storage == 'native' or type(blocks[0].layers[1]) is SplitLayer:
         return True
-    needed = 0
-    for *first, last in [block.layers for block in blocks]:
-        for layer in first:
-            size = [-(-length // step) for length, step in zip(size, layer.s.stride, strict=True)]
-        # If they are recomputed, the signs of their ReLUs are saved.
-        in_eight_bits = bytes_of_channel(size, s.dtype, 'int8', first[-1].s.norm == 'fixed')
-        needed += last.t.weight.shape[1] * (in_eight_bits - size[0] * size[1] / 8)
-    saved = bytes_of_channel(size, s.dtype) - bytes_of_channel(size, s.dtype, 'int8', True)
-    return needed <= last.t.weight.shape[0] * saved
+    # Bytes for each position: in eight bits a map takes one for each channel, and signs of a ReLU take an eighth of it.
+    needed = sum([last.t.weight.shape[1] for last in lasts]) * 7 / 8
+    return needed <= lasts[-1].t.weight.shape[0] * (s.dtype.itemsize - 1)
 
 
 def _backward(blocks, source, saved, grads, needs, needs_x):

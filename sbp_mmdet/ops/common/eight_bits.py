@@ -1,6 +1,5 @@
 """Feature maps in eight bits, with a step of their own for each image, channel and group of rows."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from .precision import FEW, accumulator, cast, compute_in_parts
 
-__all__ = ['count_groups', 'in_groups', 'quantise', 'quantise_positive']
+__all__ = ['in_groups', 'quantise', 'quantise_positive']
 
 _GROUP = 32  # least number of positions that share a step: neighbours are alike, so their steps are finer
 
@@ -30,7 +29,7 @@ def quantise(x: Tensor, threshold: Tensor | float | None) -> tuple[Tensor, Tenso
         tuple[Tensor, Tensor, Tensor]: Values, of the shape and layout of ``x``, and step and offset of each of B groups
         of rows, shape (N, C, B, 1). The map is read as values * step + offset.
     """
-    full, groups = accumulator(x), in_groups(x, count_groups(*x.shape[2:]))
+    full, groups = accumulator(x), in_groups(x, _count_groups(x))
     low, high = _limits(groups, full)
     step = (high - low) / 252  # of 254 steps: counted from a threshold, both ends may lie within a step
     divisor = step.clamp_min(torch.finfo(full).tiny)
@@ -75,14 +74,9 @@ def quantise_positive(x: Tensor) -> tuple[Tensor, Tensor]:
     return compute_in_parts(lambda x, divisor: (x / divisor).ceil_().sub_(127), x, divisor), step
 
 
-@functools.lru_cache(maxsize=256)
-def count_groups(height: int, width: int) -> int:
-    """Return the number of groups of rows of a map; the rows of a group share a step.
-
-    Args:
-        height (int): Height of the map.
-        width (int): Width of the map.
-    """
+def _count_groups(x):
+    """Return the number of groups of rows that share a step."""
+    height, width = x.shape[2:]
     return next(n for n in range(height, 0, -1) if n == 1 or (height % n == 0 and height // n * width >= _GROUP))
 
 

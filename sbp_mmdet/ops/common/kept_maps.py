@@ -1,19 +1,18 @@
 """Feature maps that convolutions, norms and activations save for the backward pass, each of them once."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .activations import Activation
-from .eight_bits import count_groups, in_groups, quantise, quantise_positive
-from .precision import FEW, FULL, cast, compute_in_parts
+from .eight_bits import in_groups, quantise, quantise_positive
+from .precision import FEW, cast, compute_in_parts
 from .shared_maps import find_shared_map, find_shared_maps_of, is_made_here, open_scope, share_map
 from .uncompiled import uncompiled
 
-__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'bytes_of_channel', 'keep', 'keep_input', 'keep_term']
+__all__ = ['KeptCat', 'KeptMap', 'KeptProduct', 'add', 'affine', 'keep', 'keep_input', 'keep_term']
 
 aten = torch.ops.aten
 
@@ -234,25 +233,6 @@ def keep(x: Tensor, storage: str, threshold: Tensor | float | None = None, posit
     if storage == 'native' or not x.numel() or x.shape[2] * x.shape[3] < _LEAST_POSITIONS:
         return KeptMap(x)
     return KeptMap(*(quantise_positive(x) if positive else quantise(x, threshold)))
-
-
-def bytes_of_channel(size: Sequence[int], dtype: torch.dtype, storage: str = 'native', positive: bool = False) -> int:
-    """Return the bytes of one channel of a feature map in the saved form that :func:`keep` returns.
-
-    Args:
-        size (Sequence[int]): Height and width of the map.
-        dtype (torch.dtype): Its precision.
-        storage (str): 'native' or 'int8'. Default: 'native'.
-        positive (bool): Whether the map is the output of a ReLU. Default: False.
-
-    Returns:
-        int: Number of bytes, with those of the steps of eight bits.
-    """
-    positions = size[0] * size[1]
-    if storage == 'native' or positions < _LEAST_POSITIONS:
-        return positions * dtype.itemsize
-    full = dtype if dtype in FULL else torch.float32
-    return positions + full.itemsize * (1 if positive else 2 * count_groups(*size))
 
 
 def keep_input(x: Tensor, x_cast: Tensor, storage: str) -> KeptMap | KeptCat | KeptProduct:
