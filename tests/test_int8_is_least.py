@@ -174,7 +174,7 @@ def test_layers_of_necks_that_write_to_their_input_are_unchanged():
 
 
 def test_layers_of_heads_are_not_recomputed():
-    """Their maps are freed level by level, and ``int8`` was the lowest there without the time that it takes."""
+    """There ``int8`` needs less than ``exact_min`` without the time that it takes."""
     init_default_scope('mmdet')
     conv = dict(type='DCNv2', deform_groups=1)
     head = dict(
