@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
+from mmcv.cnn import ConvModule
 from mmdet.models.dense_heads import DETRHead, RTMDetHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.necks import DyHead
@@ -158,7 +159,8 @@ def parts_to_checkpoint(
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'mask head' (the only
             one, of few classes), 'RoI head' (any other one), 'layer' (of a transformer), 'block' (of backbone or neck,
             which runs its own code), 'layered block' (of a backbone, which calls layers that save a map each), 'mixed
-            block' (such a block with layers that run their own code).
+            block' (such a block with layers that run their own code), 'mixed layer' (of a neck: a
+            convolution with norm and activation that runs its own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
@@ -179,6 +181,10 @@ def parts_to_checkpoint(
         chosen_parts += [
             (block, CheckpointedPart) for block in model.modules() if any(choose(block) for choose in chooses)
         ]
+    if 'mixed layer' in kinds:
+        necks = [part for kind, part in parts if kind in ('neck', 'block')]
+        known, layers = _in_operations(model), [layer for neck in necks for layer in neck.modules()]
+        chosen_parts += [(layer, CheckpointedPart) for layer in layers if _is_mixed_layer(layer, known)]
     taken = set()
     for part, mixin in chosen_parts:
         trains = any(p.requires_grad for p in part.parameters())
@@ -254,10 +260,31 @@ def _is_mixed(module):
     """Return whether such a block has code that is no operation of this package, and saves its maps as floats."""
     if not _calls_its_layers(module):
         return False
-    lean = [inside for inside in module.modules() if isinstance(inside, LeanModule)]
-    bypassed = {*lean, *(layer for inside in lean for layer in inside._lean.bound.used)}
-    own_code = any(layer._parameters and layer not in bypassed for layer in module.modules())
-    return own_code or any(isinstance(inside, LeanSplitAttention) for inside in lean)
+    return _has_own_code(module, _in_operations(module)) or any(
+        isinstance(inside, LeanSplitAttention) for inside in module.modules()
+    )
+
+
+def _in_operations(root):
+    """Return the changed modules inside of a module, and the modules that their operations bypass."""
+    lean = [inside for inside in root.modules() if isinstance(inside, LeanModule)]
+    return {*lean, *(layer for inside in lean for layer in inside._lean.bound.used)}
+
+
+def _has_own_code(module, known):
+    """Return whether a layer inside of a module has parameters and is not one of those that :func:`_in_operations`."""
+    return any(layer._parameters and layer not in known for layer in module.modules())
+
+
+def _is_mixed_layer(module, known):
+    """Return whether a module is a convolution with norm and activation of which a part at least runs its own code.
+
+    Each of its modules saves a map as floats. Its input is one map, which often goes to other layers, too.
+    """
+    if stock_class(type(module)) is not ConvModule or not _has_own_code(module, known):
+        return False
+    overwrites = module.with_activation and getattr(module.activate, 'inplace', False)
+    return len([*module.children()]) > 1 and not (overwrites and module.order[0] == 'act')
 
 
 _LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}

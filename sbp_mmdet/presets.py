@@ -51,7 +51,7 @@ PRESETS = {
             'like exact, with stored feature maps rounded to eight bits',
             'int8',
             Form(storage='int8'),
-            checkpoints=('RoI head', 'block', 'mixed block'),
+            checkpoints=('RoI head', 'block', 'mixed block', 'mixed layer'),
         ),
         Preset('sampled', 'like exact, with weight gradients from a sample of the rows', 'sampled', Form()),
         Preset('sbp', "the paper's method: backpropagates through half of the positions", 'sbp', Form(), thins=True),

@@ -9,7 +9,8 @@ the activation's input u if the norm has no statistics of the map. From them the
 once each, and thereby c, p and the inputs of all blocks.
 
 With ``form.minimal``, z is saved of dense convolutions larger than 1x1 alone, and recomputed by pointwise and depthwise
-ones, which are a small part of the work.
+ones, which are a small part of the work. So it is with eight bits where all z in eight bits would take more memory than
+these few in the precision of the layer, which is the case in half precision.
 """
 
 import dataclasses
@@ -120,7 +121,7 @@ class _Node(torch.autograd.Function):
 
 
 def _saves_output(settings, number, weight):
-    """Return whether the output of a layer's convolution is saved, and not recomputed, with ``form.minimal``.
+    """Return whether the output of a layer's convolution is saved, and not recomputed, where layers are recomputed.
 
     The output of the last layer is saved, because the next layer reads it. So are inputs of activations whose
     derivative jumps: a recomputed value may lie on the other side of the jump.
@@ -129,6 +130,20 @@ def _saves_output(settings, number, weight):
     if number == len(settings.layers) - 1 or s.activation.name not in _SMOOTH:
         return True
     return weight.shape[2:].numel() > 1 and weight.shape[1] > 1
+
+
+def _recomputes(settings, layers):
+    """Return whether outputs of pointwise and depthwise convolutions are recomputed.
+
+    All maps have one size, so their channels say how many bytes they take. In eight bits, a map takes one byte for each
+    number and its steps.
+    """
+    form = settings.layers[0].form
+    if form.minimal or form.storage == 'native':
+        return form.minimal
+    widths = [layer.t.weight.shape[0] for layer in layers]
+    few = sum([n for i, n in enumerate(widths) if _saves_output(settings, i, layers[i].t.weight)])
+    return sum(widths) >= few * settings.layers[0].dtype.itemsize
 
 
 class _Forward:
@@ -141,6 +156,7 @@ class _Forward:
 
     Attributes:
         saved (CSPSaved): What is saved, apart from maps.
+        recomputes (bool): Whether outputs of pointwise and depthwise convolutions are recomputed.
         maps (list[KeptMap | None]): The saved output of each layer's convolution, or the input of its activation.
         saved_layers (list[KeptLayer | None]): Statistics of each layer's norm.
     """
@@ -148,12 +164,13 @@ class _Forward:
     def __init__(self, settings, layers, needs):
         self.settings, self.layers, self.needs, self.saved = settings, layers, needs, None
         self.maps, self.saved_layers = [None] * len(layers), [None] * len(layers)
-        self.sums, self.minimal = [], settings.layers[0].form.minimal
+        self.sums, self.recomputes = [], False
 
     def run(self, x: Tensor, gate) -> Tensor:
         """Return the output."""
         s, given, first = self.settings, x, self.settings.layers[0]
         x = cast(x, first.dtype)
+        self.recomputes = _recomputes(s, self.layers)
         source = keep_input(given, x, first.form.storage) if self._needs_source() else None
         if keeps_full_precision(first, x):
             x = given
@@ -180,7 +197,7 @@ class _Forward:
     def _needs_source(self):
         """Return whether the backward pass reads the values of the layer's input."""
         s = self.settings
-        if self.needs is None or s.layers[0].form.minimal or not s.whole:
+        if self.needs is None or self.recomputes or not s.whole:
             return self.needs is not None
         return any([weight_needed(*pair) for pair in zip(s.layers[:2], self.needs[:2], strict=True)])
 
@@ -189,7 +206,7 @@ class _Forward:
         layer = self.layers[i]
         act, storage = layer.s.activation, layer.s.form.storage
         z, u, self.saved_layers[i] = run_layer(layer, x)
-        if self.needs is None or (self.minimal and not _saves_output(self.settings, i, layer.t.weight)):
+        if self.needs is None or (self.recomputes and not _saves_output(self.settings, i, layer.t.weight)):
             return act(u, inplace=True)
         if self.saved_layers[i] is None:
             if act.name == 'relu':  # its output has the signs

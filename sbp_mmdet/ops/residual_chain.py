@@ -74,7 +74,8 @@ def residual_chain(settings: ChainSettings, x: Tensor, tensors: Sequence[ConvNor
 
     The input of the last convolution is recomputed too with ``form.minimal``, unless it is that of a split layer, and
     in a block of two convolutions that is a chain by itself, whose input is no larger. Then all convolutions but the
-    last one of the chain are recomputed.
+    last one of the chain are recomputed. So it is with eight bits where the inputs of the last convolutions would take
+    more memory than eight bits save of the chain's output, which is the case in long chains in half precision.
 
     Signs of recomputed ReLUs are saved, one bit for each element, see :mod:`.sign_bits`. No copy of a weight is saved:
     batch norms in evaluation mode are folded again, by three saved numbers for each channel. Blocks in front of the
@@ -157,13 +158,26 @@ def _run(blocks, x):
     source = None if signs is None else keep_input(given, x, s.form.storage)
     if keeps_full_precision(s, x):
         x = given
-    saves_last = not s.form.minimal and (len(blocks) > 1 or len(blocks[0].layers) > 2)
+    saves_last = signs is not None and _saves_last(blocks)
     for n, block in enumerate(blocks):
         # A split layer is not recomputed in any form: its output is smaller than the block's input.
         x, last, numbers, layers = run_block(block, x, saves_last or type(block.layers[1]) is SplitLayer)
         output = None if signs is None or n + 1 == len(blocks) else signs.add(x, 'output')
         saved.append(KeptBlock(last, numbers, output, layers))
     return x, source, tuple(saved)
+
+
+def _saves_last(blocks):
+    """Return whether the inputs of the last convolutions of all blocks are saved."""
+    s = blocks[0].layers[0].s
+    if s.form.minimal or (len(blocks) == 1 and len(blocks[0].layers) == 2):
+        return False
+    lasts = [block.layers[-1] for block in blocks]
+    if s.form.storage == 'native' or type(blocks[0].layers[1]) is SplitLayer:
+        return True
+    # Bytes for each position: in eight bits a map takes one for each channel, and signs of a ReLU take an eighth of it.
+    needed = sum([last.t.weight.shape[1] for last in lasts]) * 7 / 8
+    return needed <= lasts[-1].t.weight.shape[0] * (s.dtype.itemsize - 1)
 
 
 def _backward(blocks, source, saved, grads, needs, needs_x):
