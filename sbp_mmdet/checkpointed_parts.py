@@ -159,17 +159,21 @@ def parts_to_checkpoint(
         kinds (Collection[str]): Kinds of parts: 'stem' (of a CSP network), 'neck', 'dense head', 'mask head' (the only
             one, of few classes), 'RoI head' (any other one), 'layer' (of a transformer), 'block' (of backbone or neck,
             which runs its own code), 'layered block' (of a backbone, which calls layers that save a map each), 'mixed
-            block' (such a block with layers that run their own code), 'mixed layer' (of a neck: a
-            convolution with norm and activation that runs its own code).
+            block' (such a block with layers that run their own code), 'mixed layer' (of a neck: a convolution with
+            norm and activation that runs its own code).
 
     Yields:
         tuple[nn.Module, type[Mixin]]: A part, and the class to mix into its own.
     """
     parts = [pair for detector in detectors(model).values() for pair in _find_parts(detector)]
-    chosen_parts = []
+    chosen_parts, mixed_layers = [], []
+    if 'mixed layer' in kinds:
+        mixed_layers = _find_mixed_layers(model, [part for kind, part in parts if kind in ('neck', 'block')])
     if 'block' in kinds:  # first: a neck that holds a backbone is not recomputed whole, but block by block
         chosen_parts += [(block, CheckpointedPart) for block in model.modules() if _is_unchanged_block(block)]
     blocks = {id(block) for block, _ in chosen_parts}
+    if len(mixed_layers) > _FEW_LAYERS:  # recomputed as a whole, a neck of so many would save all their maps at once
+        blocks |= {*map(id, mixed_layers)}
     for kind, part in parts:
         if kind in kinds and blocks.isdisjoint(map(id, part.modules())):
             chosen_parts.append((part, _mixin(part)))
@@ -181,10 +185,7 @@ def parts_to_checkpoint(
         chosen_parts += [
             (block, CheckpointedPart) for block in model.modules() if any(choose(block) for choose in chooses)
         ]
-    if 'mixed layer' in kinds:
-        necks = [part for kind, part in parts if kind in ('neck', 'block')]
-        known, layers = _in_operations(model), [layer for neck in necks for layer in neck.modules()]
-        chosen_parts += [(layer, CheckpointedPart) for layer in layers if _is_mixed_layer(layer, known)]
+    chosen_parts += [(layer, CheckpointedPart) for layer in mixed_layers]
     taken = set()
     for part, mixin in chosen_parts:
         trains = any(p.requires_grad for p in part.parameters())
@@ -276,6 +277,12 @@ def _has_own_code(module, known):
     return any(layer._parameters and layer not in known for layer in module.modules())
 
 
+def _find_mixed_layers(model, necks):
+    """Return the mixed layers of necks, see :func:`_is_mixed_layer`."""
+    known = _in_operations(model)
+    return [layer for neck in necks for layer in neck.modules() if _is_mixed_layer(layer, known)]
+
+
 def _is_mixed_layer(module, known):
     """Return whether a module is a convolution with norm and activation of which a part at least runs its own code.
 
@@ -288,6 +295,8 @@ def _is_mixed_layer(module, known):
 
 
 _LAYERED = {'layered block': _calls_its_layers, 'mixed block': _is_mixed}
+# Mixed layers of a neck that is recomputed as a whole, at most.
+_FEW_LAYERS = 8
 
 
 def _may_run_twice(part):

@@ -44,7 +44,10 @@ PRESETS = {
             'exact gradients in the least memory; neck and heads are recomputed too',
             'exact',
             Form(minimal=True),
-            checkpoints=('stem', 'neck', 'dense head', 'mask head', 'RoI head', 'layer', 'block', 'layered block'),
+            checkpoints=(
+                *('stem', 'neck', 'dense head', 'mask head', 'RoI head'),
+                *('layer', 'block', 'layered block', 'mixed layer'),
+            ),
         ),
         Preset(
             'int8',

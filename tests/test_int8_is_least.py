@@ -11,6 +11,7 @@ from mmdet.models.layers import CSPLayer
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sbp_mmdet import apply_lean, remove_lean
 from sbp_mmdet.models.vit import SBPViT
@@ -71,6 +72,11 @@ class _Detector(nn.Module):
 
     def forward(self, x):
         return self.neck(self.backbone(x))
+
+
+class _CheckpointedNeck(_Detector):
+    def forward(self, x):
+        return checkpoint(self.neck, self.backbone(x), use_reentrant=False)
 
 
 class _Pyramid(nn.Module):
@@ -162,6 +168,16 @@ def test_necks_with_code_of_their_own_need_least(name):
     assert recomputed <= layers and bool(recomputed) == (name != 'FPN')
     remove_lean(lean)
     assert [*map(type, lean.modules())] == [*map(type, model.modules())]
+
+
+@pytest.mark.parametrize('name', ['FPG', 'NASFCOS_FPN'])
+def test_exact_min_recomputes_necks_of_many_layers_one_by_one(name):
+    """The peak is below that of a checkpoint around the neck, whose recomputation saves all of its maps."""
+    model, x = _build(lambda: _Detector(_Pyramid(), MODELS.build(NECKS[name])), (3, 256, 256))
+    whole = _CheckpointedNeck(model.backbone, model.neck)
+    (_, most, expected), (_, peak, found) = (_count(m, x, p) for m, p in ((whole, 'none'), (model, 'exact_min')))
+    assert peak < 0.8 * most, peak / most
+    assert found.keys() == expected.keys() and relative_distance(found, expected) < 1e-5
 
 
 def test_layers_of_necks_that_write_to_their_input_are_unchanged():
