@@ -230,4 +230,4 @@ def _relu_(u, bits, channels_last):
 def _bytes_of_bits(device, inverted):
     """Return for each byte its eight bits, or their inverses, as the bytes 0 and 1 of an integer, shape (256,)."""
     bits = torch.arange(1 << _BITS, device=device)[:, None] >> torch.arange(_BITS, device=device)
-    return (bits & 1 ^ int(inverted)).to(torch.uint8).view(torch.int64).flatten()
+    return (bits & 1 != int(inverted)).to(torch.uint8).view(torch.int64).flatten()
