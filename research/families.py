@@ -106,7 +106,7 @@ def _double(model, batch):
 
 def _compute_in_double():
     """Make constants, casts and assignments in a detector's code use fp64, for the rest of this process."""
-    torch.float32 = torch.float64
+    torch.float32 = torch.float = torch.float64
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
     put = torch.Tensor.__setitem__

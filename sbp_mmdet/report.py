@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
+from types import MappingProxyType
 
 import torch
 from mmengine.hooks import Hook
@@ -16,6 +17,7 @@ from .surgery import Mixin, unwrap
 from .verify.dry_run import NoUpdate
 from .verify.first_pass import (
     conclude,
+    sum_bytes,
     verify_at_first_pass,
     verify_changed,
     verify_not_at_first_pass,
@@ -95,6 +97,12 @@ def thinned_line(model: nn.Module) -> str | None:
     return '\n'.join(lines) or None
 
 
+def _hooks_before(hook, runner):
+    """Return the hooks of this kind that changed the model of a runner before another one did."""
+    earlier = itertools.takewhile(lambda other: other is not hook, runner.hooks)
+    return [other for other in earlier if isinstance(other, ReportingHook) and hasattr(other, 'report')]
+
+
 class ReportingHook(Hook):
     """Base class of :class:`.hooks.LeanHook` that reports in the log what was changed, verified and saved.
 
@@ -106,14 +114,14 @@ class ReportingHook(Hook):
 
     _verified = False
     _steps = 0
+    _stored = MappingProxyType({})  # bytes that the changed modules save
 
     def before_run(self, runner) -> None:
         """Check and log the change; called by mmengine's runner."""
         super().before_run(runner)
-        self._verified, self._steps = False, 0  # the hook may have been another runner's before
-        for other in itertools.takewhile(lambda hook: hook is not self, runner.hooks):  # those that ran before this one
-            if isinstance(other, ReportingHook) and hasattr(other, 'report'):
-                self._refuse_second_change(unwrap(runner.model), other.report.changed)
+        self._verified, self._steps, self._stored = False, 0, {}  # the hook may have been another runner's before
+        for other in _hooks_before(self, runner):
+            self._refuse_second_change(unwrap(runner.model), other.report.changed)
         if not self.report.changed:
             plain = self.settings.preset.name == 'none'
             runner.logger.warning(
@@ -173,7 +181,9 @@ class ReportingHook(Hook):
             say(f'LeanHook: {text}; name the parts that the model calls in modules=[...]', logging.WARNING)
         ratio, scalars = self.keep_ratio(runner.model), {}
         if findings.kinds:
-            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
+            self._stored = findings.stored
+            earlier = [hook._stored for hook in _hooks_before(self, runner)]
+            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in sum_bytes(self._stored, *earlier).items()}
         if ratio is not None:
             scalars['lean/keep_ratio'] = ratio
         if scalars:

@@ -36,7 +36,7 @@ from sbp_mmdet.adapters.predicate import unsupported
 from sbp_mmdet.adapters.roles import ROLES
 from sbp_mmdet.chunked_targets.assigners import assigners_in_chunks
 from sbp_mmdet.library_code import replaced_code
-from sbp_mmdet.models import vit
+from sbp_mmdet.models import layers, vit
 from sbp_mmdet.surgery import stock_class
 
 
@@ -89,6 +89,7 @@ PATCHES = {
     'linear layer': (nn.Linear, 'forward', doubled, 'ViT'),
     'linear layer of a network': (nn.Linear, 'forward', doubled, 'FFN'),
     'GELU': (nn.GELU, 'forward', doubled, 'ConvNeXt'),
+    'layer norm of this package': (layers.LayerNorm2d, 'tokens', doubled, 'ConvNeXt'),
     'softmax': (nn.Softmax, 'forward', doubled, 'Swin'),
     'group norm': (nn.GroupNorm, 'forward', doubled, 'ConvModule'),
     'SiLU': (nn.SiLU, 'forward', doubled, 'ConvModule'),

@@ -50,9 +50,12 @@ def test_stored_bytes():
 
 
 def test_autocast():
-    """Two weights get gradients in chunks of RoIs, the others of all. In bfloat16, CPUs sum these differently."""
+    """Two weights get gradients in chunks of RoIs, the others of all. In bfloat16, CPUs sum these differently.
+
+    With torch 2.1, the plain head's biases are further from those in fp32 than ours are.
+    """
     plain, x = build_head('mask').float(), random_maps('mask').float()
-    lean = make_lean_copy(plain)
+    lean, full = make_lean_copy(plain), run_step(plain, x)[1]
     with torch.autocast('cpu', torch.bfloat16):
         (expected, own), (actual, ours) = run_step(plain, x), run_step(lean, x)
         in_chunks = sum_over_chunks(plain, x)[1]
@@ -60,7 +63,8 @@ def test_autocast():
     for name, grad in own.items():
         assert ours[name].dtype == grad.dtype == torch.float32
         reference = in_chunks[name] if name in ('upsample.weight', 'conv_logits.weight') else grad
-        assert (ours[name] - reference).norm() <= 0.01 * reference.norm(), name
+        is_nearer = (ours[name] - full[name]).norm() <= 0.7 * (grad - full[name]).norm()
+        assert is_nearer or (ours[name] - reference).norm() <= 0.01 * reference.norm(), name
 
 
 @pytest.mark.parametrize('late', [False, True])

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import needs_fp16
+from helpers import FP16, needs_fp16
 from ops_cases import CASES
 from test_class_patches import FAMILIES
 from torch import nn
@@ -144,7 +144,7 @@ def test_products_may_be_summed_in_half(monkeypatch):
     assert product.dtype is torch.float32 and torch.allclose(product, a.t() @ b, atol=2e-2)
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, FP16])
 def test_relative_positions_are_resized_before_they_are_rounded(dtype):
     """Embeddings are resized in full precision, as in plain code under CUDA's autocast, and rounded once."""
     generator = torch.Generator().manual_seed(0)

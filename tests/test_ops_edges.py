@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import FP16
 from ops_cases import CASES, Case, differentiate
 from oracles import OperationNames, assert_near
 
@@ -110,7 +111,7 @@ def test_a_group_norm_of_any_strides(recompute):
     assert_near(differentiate(lean, tensors), differentiate(plain, tensors), 1e-12)
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('dtype', [FP16, torch.bfloat16])
 @pytest.mark.parametrize('name', [name for name in CASES if 'convolution' not in name])
 def test_norms_in_fp32_in_a_model_in_half_precision(name, dtype):
     """A user may cast a model and keep its norms in fp32; gradients have the precision of their tensors."""

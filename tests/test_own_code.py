@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from helpers import needs_fp16
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.transformer import FFN, MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
@@ -313,6 +314,7 @@ def test_a_fraction_as_keep_ratio():
     assert '0.5 of the positions' in str(apply_lean(model, 'sbp', keep_ratio=Fraction(1, 2)))
 
 
+@needs_fp16
 @pytest.mark.parametrize('factor', [1.0, 20.0])
 def test_a_channel_without_gradient_in_fp16(factor):
     """A channel whose largest gradient is zero is not divided by it, whatever the factor of stochastic depth is."""

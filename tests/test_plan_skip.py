@@ -28,7 +28,7 @@ ATEN = torch.ops.aten
 )
 def test_remembered_results_are_those_of_their_arguments(operation, arguments):
     """Maps and transposed maps take turns; the cached result of one is not used for the other."""
-    for x in (torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE).t(), torch.ones(SIDE, SIDE, dtype=torch.half)) * 2:
+    for x in (torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE).t(), torch.ones(SIDE, SIDE, dtype=torch.bfloat16)) * 2:
         x = [x, x] if 'foreach' in str(operation) else x
         for more in arguments:
             with SkipArithmetic(lambda: True):
@@ -47,6 +47,18 @@ def test_each_result_is_a_tensor_of_its_own():
     assert not first.any() and first.data_ptr() != second.data_ptr()
     first.fill_(1)
     assert not second.any()
+
+
+def test_a_product_of_unlike_tensors_is_one_storage():
+    """Torch multiplies them as matrices and views the product by ``_unsafe_view``, whose schema is of no view."""
+    a, b = torch.ones(4, SIDE, 8), torch.ones(2, 4, 8, SIDE)
+    peaks = []
+    for skipped in (False, True):
+        counter = LiveBytes()
+        with SkipArithmetic(lambda skipped=skipped: skipped), counter:
+            torch.matmul(a, b)
+        peaks.append(counter.peak)
+    assert peaks[0] == peaks[1] > 4 * 2 * 4 * SIDE**2
 
 
 @pytest.mark.parametrize('make', ['empty', 'new_empty', 'empty_like', 'empty_strided'])

@@ -12,8 +12,9 @@ from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from stand_ins import define_in_module
 from torch import nn
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_map
 
 from sbp_mmdet import apply_lean
 from sbp_mmdet.models.vit import SBPViT
@@ -36,6 +37,16 @@ def _backbone(name):
     return model, torch.randn(2, 3, 64, 64)
 
 
+_COUNTS = getattr(flop_counter, 'flop_registry', None) or flop_counter.flop_mapping
+
+
+def _count(operator, args, kwargs, out):
+    if hasattr(flop_counter, 'flop_registry'):
+        return _COUNTS[operator](*args, **kwargs, out_val=out)
+    args, kwargs, shape = tree_map(flop_counter.get_shape, (args, kwargs, out))  # torch 2.1
+    return _COUNTS[operator](*args, **kwargs, out_shape=shape)
+
+
 class _Products(TorchDispatchMode):
     """Mode that counts matrix products, and separately the operators that compute attention."""
 
@@ -47,8 +58,8 @@ class _Products(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         self.attentions += 'attention' in name and 'backward' not in name
-        if 'attention' not in name and func._overloadpacket in flop_registry:
-            self.number += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if 'attention' not in name and func._overloadpacket in _COUNTS:
+            self.number += _count(func._overloadpacket, args, kwargs or {}, out)
         elif name == 'addmm_':
             self.number += 2 * args[1].numel() * args[2].shape[1]
         return out

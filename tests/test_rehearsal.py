@@ -36,7 +36,10 @@ IN_FORKS = """
 import os, subprocess, sys, types
 import training_study, trainings
 from helpers import ForkedProcess
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+try:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+except ImportError:  # torch 2.1
+    from torch.distributed.elastic.multiprocessing import api as subprocess_handler
 
 INTERPRETER = os.path.abspath('interpreter')
 
@@ -51,13 +54,14 @@ def run(words, stdout, env, **options):
     return subprocess.CompletedProcess(words, process.wait())
 
 
-def start(args, env, stdout, stderr, start_new_session):
+def start(args, env, stdout, stderr, start_new_session=False):
     words = [word for word in args if word != '-u']
     return ForkedProcess(words, os.getcwd(), env, types.SimpleNamespace(fileno=lambda: 1), None, start_new_session)
 
 
 trainings.subprocess = types.SimpleNamespace(**dict(vars(subprocess), run=run))
 subprocess_handler.Popen = start
+subprocess_handler.subprocess = types.SimpleNamespace(**dict(vars(subprocess), Popen=start))
 training_study.main()
 """
 INTERPRETER = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" ""\nenv -0\n'

@@ -9,12 +9,14 @@ import pytest
 import torch
 from cases import build
 from mmdet.models.backbones import ResNet
+from mmengine.visualization import Visualizer
 from oracles import random_images
 
 from sbp_mmdet import LeanHook, apply_lean, remove_lean
 from sbp_mmdet.checkpointing import checkpoint_modules
 from sbp_mmdet.plan.memory import saved_bytes
 from sbp_mmdet.report import UNKNOWN
+from sbp_mmdet.verify import first_pass
 from sbp_mmdet.verify.checks import verify_modules
 
 MODELS = {
@@ -148,6 +150,31 @@ def test_two_hooks_change_modules_of_their_own():
     message = r'two LeanHooks, and both change \d+ modules, such as layer1'
     with pytest.raises(ValueError, match=message):
         runner.hooks[2].before_run(runner)
+
+
+@pytest.mark.parametrize('announced', [True, False])
+def test_stored_bytes_of_two_hooks_are_added(announced, monkeypatch):
+    """The scalars have one name for each number, whether a runner announces its batches or not."""
+    monkeypatch.setattr(first_pass, '_off', 0)
+
+    def count(*parts):
+        runner = Runner(ResNet(18, base_channels=8))
+        monkeypatch.setattr(Visualizer, '_instance_dict', dict(runner=runner))
+        runner.hooks += [LeanHook(modules=[part]) for part in parts]
+        for hook in runner.hooks:
+            hook.before_run(runner)
+        images = random_images(2, 64, 64, dtype=torch.float32)
+        for hook in runner.hooks:
+            if announced:
+                hook.before_train_iter(runner, 0, data_batch=images)
+            else:
+                hook.before_train(runner)
+        runner.model(images)
+        return runner.scalars[1]
+
+    first, second, both = count('layer1'), count('layer3'), count('layer1', 'layer3')
+    assert min(first.values()) > 0 and {*both} == {*first}
+    assert both == pytest.approx({key: first[key] + second[key] for key in first})
 
 
 def test_what_was_not_named_is_no_unknown_module():

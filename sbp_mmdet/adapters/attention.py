@@ -69,12 +69,15 @@ class LeanMultiheadAttention(LeanModule):
     def _attend(self, query, key, value, query_pos, key_pos, attn_mask, key_padding_mask):
         query = query if query_pos is None else query + query_pos
         key = key if key_pos is None else key + key_pos
-        if dtype := autocast_dtype(query):  # a mask takes the type of the query, and torch 2.1 does not cast it later
+        masks = attn_mask, key_padding_mask
+        if dtype := autocast_dtype(query):  # torch 2.1 casts neither a mask of bools nor one of numbers later
             cast = {id(x): x.to(dtype) for x in (query, key, value)}
             query, key, value = (cast[id(x)] for x in (query, key, value))
+            masks = (x if x is None or x.dtype is torch.bool else x.to(dtype) for x in masks)
+        added, padding = masks
         if self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        out = self.attn(query, key, value, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]
+        out = self.attn(query, key, value, padding, need_weights=False, attn_mask=added)[0]
         if self.attn.bias_k is None and not self.attn.add_zero_attn:  # otherwise there is always a key
             _mark_rows_without_keys(out, attn_mask, key_padding_mask)
         return out.transpose(0, 1) if self.batch_first else out

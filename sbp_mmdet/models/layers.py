@@ -1,7 +1,6 @@
 """Norms that the package's backbones share; names and shapes of their parameters are mmpretrain's."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ['GRN', 'LayerNorm2d']
@@ -21,7 +20,7 @@ class LayerNorm2d(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (N, C, H, W) over C."""
-        out = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        out = self.tokens(x.permute(0, 2, 3, 1))
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         return out.permute(0, 3, 1, 2).contiguous(
             memory_format=torch.channels_last if last else torch.contiguous_format

@@ -180,7 +180,7 @@ def _append_embeddings(s, t, q, k, v, size):
     )
     down = torch.einsum('bnhwc,hkc->bnhwk', on_map, rows).flatten(2, 3)
     across = torch.einsum('bnhwc,wkc->bnhwk', on_map, columns).flatten(2, 3)
-    units = [torch.eye(n, dtype=q.dtype, device=q.device) for n in size]
+    units = [torch.eye(n, device=q.device).to(q.dtype) for n in size]  # torch 2.1 makes none in bf16
     units = torch.cat([units[0].repeat_interleave(size[1], 0), units[1].repeat(size[0], 1)], 1)
     q = F.pad(torch.cat([q * scale, down, across], -1), zeros)
     k = F.pad(torch.cat([k, units.expand(*k.shape[:2], -1, -1)], -1), zeros)

@@ -56,6 +56,7 @@ _OF_FULL_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_LIBRARIES = (
     'torch.meshgrid: in an upcoming release',
     'torch.utils.checkpoint: the use_reentrant parameter',
+    'torch.utils.checkpoint: please pass in use_reentrant',  # torch 2.1
     'Default ``avg_non_ignore`` is False',
     'In MMCV v',
 )

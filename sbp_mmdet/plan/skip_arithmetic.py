@@ -72,7 +72,8 @@ class _Kind(NamedTuple):
 def _kind_of(func):
     schema = func._schema
     return _Kind(
-        view=any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns),
+        view=any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+        or func.overloadpacket.__name__ == '_unsafe_view',  # whose schema does not say so
         in_place=schema.is_mutable and (not schema.returns or schema.returns[0].alias_info is not None),
         factory=func.overloadpacket.__name__ in _FACTORIES,
     )

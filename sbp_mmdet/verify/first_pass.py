@@ -3,7 +3,8 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from mmengine.logging import print_log
@@ -24,6 +25,7 @@ from .findings import Findings
 __all__ = [
     'FirstPass',
     'conclude',
+    'sum_bytes',
     'verification_off',
     'verify_at_first_pass',
     'verify_changed',
@@ -57,7 +59,7 @@ class FirstPass(Mixin):
 
     @torch.compiler.disable
     def _verify_first_pass(self, args, kwargs):
-        changes = vars(self).pop('_verification')
+        changes, stored = vars(self).pop('_verification'), {}
         mix_out(self, FirstPass)
         for settings, report in changes:
             warn_of_own_code(self, report, type(self).__name__, _print_to_log)
@@ -65,9 +67,23 @@ class FirstPass(Mixin):
             run = lambda model, inputs=inputs: model(*inputs[0], **inputs[1])  # noqa: E731
             findings = verify_changed(self, report, settings, run)
             conclude(self, report, settings, findings, type(self).__name__, _print_to_log)
-            if Visualizer._instance_dict and findings.kinds:
-                scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in findings.stored.items()}
-                Visualizer.get_current_instance().add_scalars(scalars, 1)
+            if findings.kinds:
+                stored = sum_bytes(stored, findings.stored)
+        if Visualizer._instance_dict and stored:
+            scalars = {f'lean/stored_mb_{key}': n / 1e6 for key, n in stored.items()}
+            Visualizer.get_current_instance().add_scalars(scalars, 1)
+
+
+def sum_bytes(*stored: Mapping[str, int]) -> dict[str, int]:
+    """Add up the bytes that several changes of a model save for the backward pass.
+
+    Args:
+        *stored (Mapping[str, int]): Bytes of a change by name, see :attr:`.findings.Findings.stored`.
+    """
+    total = Counter()
+    for one in stored:
+        total.update(one)
+    return dict(total)
 
 
 def verify_at_first_pass(model: nn.Module, settings: Settings, report) -> None:

@@ -229,5 +229,6 @@ def _relu_(u, bits, channels_last):
 @functools.lru_cache(maxsize=8)
 def _bytes_of_bits(device, inverted):
     """Return for each byte its eight bits, or their inverses, as the bytes 0 and 1 of an integer, shape (256,)."""
-    bits = torch.arange(1 << _BITS, device=device)[:, None] >> torch.arange(_BITS, device=device)
-    return (bits & 1 ^ int(inverted)).to(torch.uint8).view(torch.int64).flatten()
+    numbers, places = torch.arange(1 << _BITS, device=device), torch.arange(_BITS, device=device)
+    bits = torch.bitwise_right_shift(numbers[:, None], places)  # `>>` of torch 2.1 does not broadcast on meta tensors
+    return (bits & 1 != int(inverted)).to(torch.uint8).view(torch.int64).flatten()
