@@ -132,6 +132,8 @@ class Memory:
         )
         for name, function in functions.items():
             patch.setattr(torch.cuda, name, function)
+        # Optimizers ask this where torch has CUDA, and without a driver it raises an error.
+        patch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
         patch.setattr(torch.cuda.memory, '_record_memory_history', self.record)
         patch.setattr(torch.cuda.memory, '_snapshot', lambda: dict(device_traces=[self.trace]))
 

@@ -10,6 +10,7 @@ from oracles import relative_error
 from sbp_mmdet.ops.common import flash as flash
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+needs_fake_cuda = pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='fake tensors of an old torch')
 DEVICES = ['cpu', pytest.param('cuda', marks=cuda)]
 ROUNDING = {torch.float64: 1e-13, torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -69,6 +70,7 @@ def test_nothing_kept():
         assert torch.equal(part, torch.zeros_like(like))
 
 
+@needs_fake_cuda
 @pytest.mark.parametrize(
     'off, kernel', [('', 'flash'), ('flash', 'efficient'), ('mem_efficient', 'flash'), ('flash mem_efficient', 'plain')]
 )
@@ -95,6 +97,7 @@ def test_kernels_that_the_user_switched_off_are_not_called(off, kernel):
             switch(True)
 
 
+@needs_fake_cuda
 @pytest.mark.parametrize('version, kernel', [('2.1.2', 'efficient'), ('2.2.0', 'flash'), ('2.13.0', 'flash')])
 def test_flash_is_left_out_where_its_backward_pass_has_another_contract(version, kernel, monkeypatch):
     fake = pytest.importorskip('torch._subclasses.fake_tensor')
@@ -114,7 +117,7 @@ def test_flash_is_left_out_where_its_backward_pass_has_another_contract(version,
         (torch.float64, 64, True, 'plain'),
     ],
 )
-@pytest.mark.skipif(not hasattr(torch, 'get_autocast_dtype'), reason='fake tensors of an old torch')
+@needs_fake_cuda
 def test_kernels_of_cuda_are_called_as_they_are_declared(dtype, d, ampere, kernel):
     """Fake tensors check the arguments, shapes and layouts of CUDA's kernels without a GPU, and compute nothing."""
     fake = pytest.importorskip('torch._subclasses.fake_tensor')
