@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -155,7 +156,6 @@ def test_two_hooks_change_modules_of_their_own():
 @pytest.mark.parametrize('announced', [True, False])
 def test_stored_bytes_of_two_hooks_are_added(announced, monkeypatch):
     """The scalars have one name for each number, whether a runner announces its batches or not."""
-    monkeypatch.setattr(first_pass, '_off', 0)
 
     def count(*parts):
         runner = Runner(ResNet(18, base_channels=8))
@@ -172,7 +172,8 @@ def test_stored_bytes_of_two_hooks_are_added(announced, monkeypatch):
         runner.model(images)
         return runner.scalars[1]
 
-    first, second, both = count('layer1'), count('layer3'), count('layer1', 'layer3')
+    with mock.patch.object(first_pass, '_off', 0):  # ends before the fixture that turned verification off
+        first, second, both = count('layer1'), count('layer3'), count('layer1', 'layer3')
     assert min(first.values()) > 0 and {*both} == {*first}
     assert both == pytest.approx({key: first[key] + second[key] for key in first})
 
